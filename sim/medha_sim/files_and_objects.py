@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from medha.cost.tier_seconds import PARALLEL_READS, STORE_ACCESS_SECONDS
 from medha.kv.prefix_cache import hash_count
 from medha.scheduler.controller import ReplicaController
-from medha.wire.messages import Admit, DiskReport, Grow, HostDrop, HostLoad, Step, StoreLook
+from medha.wire.messages import Admit, DiskReport, Grow, HostDrop, HostLoad, Step, StoreLookup
 
 PARALLEL_WRITES = 2
 """Objects that a rank writes at a time."""
@@ -144,15 +144,17 @@ class FilesAndObjects:
         if any(work):
             self._clock.at(at, self._add, [one for one in work if one is not None])
 
-    def look(self, look: StoreLook, now: float) -> None:
+    def look_up(self, lookup: StoreLookup, now: float) -> None:
         """Answer which objects are there."""
         there = 0
-        while there < len(look.objects) and look.objects[there] in self._stored:
+        while there < len(lookup.objects) and lookup.objects[there] in self._stored:
             there += 1
         # The first, the last, and then by halving.
-        asked = 1 if there == 0 else 2 if there == len(look.objects) else 2 + len(look.objects).bit_length()
-        fields = {"looked": ((look.number, there),)}
-        self._store_reads[look.lane].add(_Work(look.lane, fields, asked * STORE_ACCESS_SECONDS), now)
+        asked = (
+            1 if there == 0 else 2 if there == len(lookup.objects) else 2 + len(lookup.objects).bit_length()
+        )
+        fields = {"looked_up": ((lookup.number, there),)}
+        self._store_reads[lookup.lane].add(_Work(lookup.lane, fields, asked * STORE_ACCESS_SECONDS), now)
 
     # --- internals ----------------------------------------------------------------------------------
 

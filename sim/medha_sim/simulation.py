@@ -49,7 +49,7 @@ from medha.wire.messages import (
     Refused,
     Sampling,
     Step,
-    StoreLook,
+    StoreLookup,
     Submit,
     Tick,
 )
@@ -507,8 +507,8 @@ class _Replica:
                     simulation.kv_reads.launched(self.card.replica, self._controller, command, done_at)
                 if self._files is not None:
                     self._files.launched(command, launched.begun_at)
-            elif isinstance(command, StoreLook) and self._files is not None:
-                self._files.look(command, now)
+            elif isinstance(command, StoreLookup) and self._files is not None:
+                self._files.look_up(command, now)
             elif isinstance(command, KvAsk | KvTicket | KvDone):
                 simulation.pass_on(self.card.replica, command, now)
             elif isinstance(command, Emit | Refused | Failed):  # its router does not notice the others

@@ -33,7 +33,7 @@ def draws(replica: Any) -> list[dict[str, int]]:
 def test_the_next_step_is_there_before_one_has_ended(replica_of: Any, submit_of: Any, steps: Any) -> None:
     replica = replica_of(**steps)
     replica.submit(submit_of("chat", 8, 6))
-    assert draws(replica) == [{"chat": 0}], "it draws the first token"
+    assert draws(replica) == [{"chat": 0}], "it samples the first token"
     for position in range(8, 12):
         replica.advance()
         both = [{"chat": position}, {"chat": position + 1}]

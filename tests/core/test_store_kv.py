@@ -31,7 +31,7 @@ from medha.wire.messages import (
     Step,
     StepEntry,
     StepProfile,
-    StoreLook,
+    StoreLookup,
     StoreWrite,
     Submit,
     Tick,
@@ -64,7 +64,7 @@ class Replica:
     lost_at_tokens: float = inf  # length of a text at which its ranks are lost
     is_as_fast_as_predicted: bool = False  # else each step takes a millisecond
     now: float = 0.0
-    looks: list[StoreLook] = field(default_factory=list)
+    lookups: list[StoreLookup] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     stored_at: list[int] = field(
         default_factory=list
@@ -104,8 +104,8 @@ class Replica:
                     self.stored_at += [self.longest] * len(step.stores)
                     self._launched.append(step)
                     self.admitted |= {one.id: one.cached_tokens for one in step.admits}
-                case StoreLook() as look:
-                    self.looks.append(look)
+                case StoreLookup() as lookup:
+                    self.lookups.append(lookup)
                 case _:
                     pass
         if self._launched and not self._is_running:
@@ -182,7 +182,7 @@ def written(prompt: Ids = PROMPT) -> list[str]:
     """Return the objects that a replica writes of a prompt."""
     replica = Replica()
     replica.submit("a", prompt)
-    replica.report(looked=((0, 0),))
+    replica.report(looked_up=((0, 0),))
     return [one.object.name for one in replica.stores]
 
 
@@ -190,19 +190,19 @@ def test_a_prompt_waits_for_what_the_store_has_and_computes_the_rest() -> None:
     reader = Replica()
     reader.submit("q")
     assert reader.admitted == {}, "it waits for the answer"
-    (look,) = reader.looks
-    assert list(look.objects) == written()
-    assert len(look.objects) == 5
-    reader.handle(DiskReport(0, looked=((look.number, 5),)))
+    (lookup,) = reader.lookups
+    assert list(lookup.objects) == written()
+    assert len(lookup.objects) == 5
+    reader.handle(DiskReport(0, looked_up=((lookup.number, 5),)))
     assert reader.loads == [], "the other rank may have less"
-    reader.handle(DiskReport(1, looked=((look.number, 3),)))
-    assert reader.loads == [(name, 0, OBJECT_BLOCKS) for name in look.objects[:3]]
+    reader.handle(DiskReport(1, looked_up=((lookup.number, 3),)))
+    assert reader.loads == [(name, 0, OBJECT_BLOCKS) for name in lookup.objects[:3]]
     assert reader.admitted == {}
     reader.report(loaded=((0, 0.01), (1, 0.01), (2, 0.01)))
     assert reader.admitted == {"q": 3 * OBJECT_BLOCKS * SIZE}
     assert reader.store.counts.hits == 1
     assert reader.store.counts.loaded_blocks == 3 * OBJECT_BLOCKS
-    assert [one.object.name for one in reader.stores] == list(look.objects[3:]), "the others are there"
+    assert [one.object.name for one in reader.stores] == list(lookup.objects[3:]), "the others are there"
     avoided_seconds = reader.core.pools.avoided_prefill_seconds
     assert [name for name, seconds in avoided_seconds.items() if seconds] == ["store"]
     assert avoided_seconds["store"] == pytest.approx(
@@ -211,16 +211,16 @@ def test_a_prompt_waits_for_what_the_store_has_and_computes_the_rest() -> None:
     reader.store.check()
 
 
-@pytest.mark.parametrize(("later_seconds", "looks"), [(29.0, 1), (31.0, 2)])
-def test_what_was_not_there_is_not_asked_for_again_for_a_while(later_seconds: float, looks: int) -> None:
+@pytest.mark.parametrize(("later_seconds", "lookups"), [(29.0, 1), (31.0, 2)])
+def test_what_was_not_there_is_not_asked_for_again_for_a_while(later_seconds: float, lookups: int) -> None:
     replica = Replica()
     replica.submit("a")
     replica.handle(Cancel("a"))
-    replica.report(looked=((0, 0),))
+    replica.report(looked_up=((0, 0),))
     replica.now += later_seconds
     replica.submit("b", np.concatenate([PROMPT[: OBJECT_BLOCKS * SIZE], ids(2, 81)]))
-    assert len(replica.looks) == looks
-    assert ("b" in replica.admitted) == (looks == 1)
+    assert len(replica.lookups) == lookups
+    assert ("b" in replica.admitted) == (lookups == 1)
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_fast_models_neither_ask_nor_write(fields: dict[str, object], why: str) 
     replica = Replica(**fields)  # type: ignore[arg-type]
     replica.submit("a")
     if why == "nothing":  # there is hardly a host tier: it asks, and nothing can be loaded or written
-        replica.report(looked=((0, 5),))
+        replica.report(looked_up=((0, 5),))
     else:
-        assert replica.looks == []
+        assert replica.lookups == []
     assert "a" in replica.admitted or replica.loads
     assert replica.stores == []
 
@@ -244,11 +244,11 @@ def test_fast_models_neither_ask_nor_write(fields: dict[str, object], why: str) 
 def test_an_object_that_vanished_is_computed_and_written_again() -> None:
     reader = Replica()
     reader.submit("q")
-    reader.report(looked=((0, 5),))
+    reader.report(looked_up=((0, 5),))
     reader.report(loaded=((0, 0.01), (1, 0.01)), not_loaded=(2, 3, 4))
     assert reader.admitted == {"q": 2 * OBJECT_BLOCKS * SIZE}
     assert reader.store.counts.failed_loads == 3
-    assert [one.object.name for one in reader.stores] == list(reader.looks[0].objects[2:])
+    assert [one.object.name for one in reader.stores] == list(reader.lookups[0].objects[2:])
     assert not reader.store.rests, "the store itself is sound"
 
 
@@ -258,7 +258,7 @@ def test_what_a_replica_has_written_and_the_store_has_deleted_is_written_again(t
     for name in names:
         replica.store.know(name)  # as if it had written them long ago
     replica.submit("a")
-    replica.report(looked=((0, there),))
+    replica.report(looked_up=((0, there),))
     replica.report(loaded=tuple((extent, 0.01) for extent in range(there)))
     assert replica.admitted == {"a": there * OBJECT_BLOCKS * SIZE}
     assert [one.object.name for one in replica.stores] == names[there:]
@@ -269,8 +269,8 @@ def test_equal_prompts_ask_once() -> None:
     reader = Replica()
     reader.handle(submit_of("one", "shared"))
     reader.handle(submit_of("two", "shared"))
-    assert len(reader.looks) == 1
-    reader.report(looked=((0, 0),))
+    assert len(reader.lookups) == 1
+    reader.report(looked_up=((0, 0),))
     assert reader.admitted.keys() == {"one", "two"}
 
 
@@ -283,7 +283,7 @@ def submit_of(name: str, prompt: str) -> Submit:
 def test_keys_with_a_salt_of_their_own_share_nothing() -> None:
     reader = Replica()
     reader.submit("q", salt="another key")
-    assert not set(reader.looks[0].objects) & set(written())
+    assert not set(reader.lookups[0].objects) & set(written())
 
 
 def test_a_store_that_fails_is_left_alone_longer_and_longer_and_then_used_again() -> None:
@@ -291,13 +291,13 @@ def test_a_store_that_fails_is_left_alone_longer_and_longer_and_then_used_again(
     rests: list[float] = []
     for number in range(8):
         replica.submit(f"a{number}", ids(10 + number, 101))
-        assert len(replica.looks) == number + 1
-        replica.report(looked=((number, 0),), store_fault="it answers 500")
+        assert len(replica.lookups) == number + 1
+        replica.report(looked_up=((number, 0),), store_fault="it answers 500")
         assert f"a{number}" in replica.admitted, "it computes instead"
         assert replica.store.rests
         assert replica.core.store_kv.fault == "it answers 500"
         replica.submit(f"b{number}", ids(30 + number, 101))
-        assert len(replica.looks) == number + 1, "nobody asks"
+        assert len(replica.lookups) == number + 1, "nobody asks"
         due = replica.core.store_kv.next_due
         assert due is not None
         rests.append(due - replica.now)
@@ -307,12 +307,12 @@ def test_a_store_that_fails_is_left_alone_longer_and_longer_and_then_used_again(
     assert rests == [5, 10, 20, 40, 80, 160, 300, 300]
     assert replica.stores == []
     replica.submit("c", ids(50, 101))
-    replica.report(looked=((8, 0),))
+    replica.report(looked_up=((8, 0),))
     assert replica.core.store_kv.fault == ""
     assert len(replica.stores) == 5
     replica.now += 100
     replica.submit("d", ids(51, 101))
-    replica.report(looked=((9, 0),), store_fault="again")
+    replica.report(looked_up=((9, 0),), store_fault="again")
     due = replica.core.store_kv.next_due
     assert due is not None
     assert due - replica.now == pytest.approx(5)
@@ -326,11 +326,11 @@ def test_a_request_waits_only_for_so_long_and_one_that_leaves_begins_no_loads() 
     replica.now = due
     replica.handle(Tick())
     assert replica.admitted == {"late": 0}
-    replica.report(looked=((0, 5),))
+    replica.report(looked_up=((0, 5),))
     assert replica.loads == []
     replica.submit("gone", ids(4, 101))
     replica.handle(Cancel("gone"))
-    replica.report(looked=((1, 5),))
+    replica.report(looked_up=((1, 5),))
     assert replica.loads == []
 
 
@@ -338,7 +338,7 @@ def test_a_store_that_hangs_delays_no_further_request_until_it_is_tried_by_one_a
     replica = Replica(writes_at_once=False)
     for number in range(3):  # they come together, so they wait together
         replica.submit(f"a{number}", ids(10 + number, 101))
-    assert len(replica.looks) == 3
+    assert len(replica.lookups) == 3
     due = replica.core.next_due
     assert due is not None
     replica.now = due
@@ -354,26 +354,26 @@ def test_a_store_that_hangs_delays_no_further_request_until_it_is_tried_by_one_a
     replica.submit("c", ids(21, 101))
     assert replica.admitted["c"] == 0, "earlier questions are still open"
     for number in range(3):
-        replica.report(looked=((number, 0),), store_fault="it has timed out")
+        replica.report(looked_up=((number, 0),), store_fault="it has timed out")
     due = replica.core.store_kv.next_due
     assert due == pytest.approx(replica.now + 10)
     replica.now += 10
     replica.submit("d", ids(22, 101))
     replica.submit("e", ids(23, 101))
-    assert len(replica.looks) == 4
+    assert len(replica.lookups) == 4
     assert replica.admitted.keys() == {"a0", "a1", "a2", "b", "c", "e"}, "one tries"
-    replica.report(looked=((3, 0),))
+    replica.report(looked_up=((3, 0),))
     assert replica.core.store_kv.fault == ""
     for number in range(2):
         replica.submit(f"f{number}", ids(30 + number, 101))
-    assert len(replica.looks) == 6, "all ask again"
+    assert len(replica.lookups) == 6, "all ask again"
 
 
 def test_objects_wait_until_earlier_ones_are_written() -> None:
     replica = Replica(writes_at_once=False)
     for number in range(4):
         replica.submit(f"a{number}", ids(60 + number, 101))
-        replica.report(looked=((number, 0),))
+        replica.report(looked_up=((number, 0),))
     most = HOST_BLOCKS // 4 // OBJECT_BLOCKS
     assert len(replica.stores) == most
     assert replica.core.pools.offered_blocks == (20 - most) * OBJECT_BLOCKS
@@ -412,7 +412,7 @@ def test_what_is_gone_before_the_store_comes_to_it_is_not_written() -> None:
     replica = SmallPool(writes_at_once=False, host_blocks=12)
     for number in range(3):
         replica.submit(f"a{number}", ids(80 + number, 101))
-        replica.report(looked=((number, 0),))
+        replica.report(looked_up=((number, 0),))
         assert f"a{number}" in replica.admitted
     assert len(replica.stores) == 1
     assert 0 < replica.core.pools.offered_blocks <= 30
@@ -467,7 +467,7 @@ def test_a_long_prompt_that_is_cached_is_copied_for_the_store_with_several_steps
     replica.now = 2.0
     before = len(replica.steps)
     replica.submit("again")
-    replica.report(looked=((0, 0),))
+    replica.report(looked_up=((0, 0),))
     assert [one.object.name for one in replica.stores] == written()
     copying = [step for step in replica.steps[before:] if step.stores]
     assert [len(step.stores) for step in copying] == [1] * 5
@@ -479,7 +479,7 @@ def test_a_long_prompt_that_is_cached_is_copied_for_the_store_with_several_steps
 def test_objects_that_an_output_fills_are_written_while_it_decodes() -> None:
     replica = Replica(output_tokens=3 * SIZE * OBJECT_BLOCKS)
     replica.submit("a")
-    replica.report(looked=((0, 0),))
+    replica.report(looked_up=((0, 0),))
     text = replica.texts["a"]
     assert len(text) == len(PROMPT) + 3 * SIZE * OBJECT_BLOCKS
     assert [one.object.name for one in replica.stores] == written(text[:-1]), (
@@ -488,11 +488,11 @@ def test_objects_that_an_output_fills_are_written_while_it_decodes() -> None:
     ends = [OBJECT_BLOCKS * SIZE * number for number in (6, 7)]
     at = replica.stored_at[5:7]
     assert all(end < length <= end + 2 * SIZE for end, length in zip(ends, at, strict=True)), "soon after"
-    looks = len(replica.looks)
+    lookups = len(replica.lookups)
     replica.submit("goes on", text)
     names = [one.object.name for one in replica.stores]
     assert len(set(names)) == len(names), "nothing is written twice"
-    assert (len(replica.looks), "goes on" in replica.admitted) == (looks, True), "it is on the device"
+    assert (len(replica.lookups), "goes on" in replica.admitted) == (lookups, True), "it is on the device"
     replica.store.check()
 
 
@@ -500,14 +500,14 @@ def test_the_replica_that_takes_over_a_running_request_reads_its_output() -> Non
     """The first one is lost in the midst of its output; the router submits prompt and output to another one."""
     lost = Replica(output_tokens=400, lost_at_tokens=7 * SIZE * OBJECT_BLOCKS + 3 * SIZE)
     lost.submit("a")
-    lost.report(looked=((0, 0),))
+    lost.report(looked_up=((0, 0),))
     there = {one.object.name for one in lost.stores}
     assert len(there) == 7
     successor = Replica()
     successor.submit("a", lost.texts["a"])
-    (look,) = successor.looks
-    assert set(look.objects) == there
-    successor.report(looked=((0, 7),))
+    (lookup,) = successor.lookups
+    assert set(lookup.objects) == there
+    successor.report(looked_up=((0, 7),))
     successor.report(loaded=tuple((extent, 0.01) for extent in range(7)))
     assert successor.admitted == {"a": 7 * OBJECT_BLOCKS * SIZE}
 
@@ -516,7 +516,7 @@ def test_a_short_prompt_is_written_with_its_output_once_both_are_long_enough() -
     """Computing one object or two takes less time than reading them; more of them take longer."""
     replica = Replica(MIDDLE, output_tokens=4 * SIZE * OBJECT_BLOCKS, is_as_fast_as_predicted=True)
     replica.submit("a", ids(5, SIZE * OBJECT_BLOCKS + 1))
-    assert (replica.looks, replica.core.idle) == ([], True)
+    assert (replica.lookups, replica.core.idle) == ([], True)
     text = replica.texts["a"]
     assert [one.object.name for one in replica.stores] == written(text[:-1])
     assert replica.stored_at[0] > 2 * SIZE * OBJECT_BLOCKS, "later than the first object was full"
@@ -535,9 +535,9 @@ def test_reports_that_nobody_asked_for_change_nothing() -> None:
     replica.submit("a")
     before = digest([])
     for report in (
-        DiskReport(7, looked=((0, 5),)),
-        DiskReport(0, lane=3, looked=((0, 5),)),
-        DiskReport(0, looked=((99, 5), (-1, 5))),
+        DiskReport(7, looked_up=((0, 5),)),
+        DiskReport(0, lane=3, looked_up=((0, 5),)),
+        DiskReport(0, looked_up=((99, 5), (-1, 5))),
         DiskReport(0, loaded=((17, 0.1),), not_loaded=(18,), stored=("x",), not_stored=("y",)),
     ):
         replica.handle(report)
@@ -550,20 +550,20 @@ def test_reports_that_nobody_asked_for_change_nothing() -> None:
 @given(st.data())
 def test_any_order_of_answers_is_replayed_and_leaves_a_sound_state(data: st.DataObject) -> None:
     replica = Replica(host_blocks=data.draw(st.sampled_from([12, 30, 60])), writes_at_once=False)
-    told_stores = told_looks = told_loads = 0
+    told_stores = told_lookups = told_loads = 0
     for number in range(data.draw(st.integers(4, 14))):
         replica.now += data.draw(st.sampled_from([0.0, 0.01, 0.4, 40.0]))
-        match data.draw(st.sampled_from(["submit", "look", "load", "store", "tick"])):
+        match data.draw(st.sampled_from(["submit", "lookup", "load", "store", "tick"])):
             case "submit":
                 shared = data.draw(st.integers(0, 100))
                 prompt = np.concatenate([PROMPT[:shared], ids(data.draw(st.integers(0, 3)), 101 - shared)])
                 replica.submit(f"r{number}", prompt)
-            case "look" if told_looks < len(replica.looks):
-                look = replica.looks[told_looks]
-                told_looks += 1
-                there = data.draw(st.integers(-1, len(look.objects) + 1))
+            case "lookup" if told_lookups < len(replica.lookups):
+                lookup = replica.lookups[told_lookups]
+                told_lookups += 1
+                there = data.draw(st.integers(-1, len(lookup.objects) + 1))
                 fault = data.draw(st.sampled_from(["", "", "it hangs"]))
-                replica.report(looked=((look.number, there),), store_fault=fault)
+                replica.report(looked_up=((lookup.number, there),), store_fault=fault)
             case "load":
                 tier = replica.core.pools.tiers[0]
                 extents = [number for number in range(200) if tier.is_loading(number)]

@@ -89,7 +89,7 @@ def test_a_second_replica_reads_what_the_first_has_computed(checkpoint: Path, tm
         assert [text for text, _ in second] == [text for text, _ in first]
         assert [cached for _, cached in first] == [0] * 4
         pages = [served.controller_page() for served in replicas]
-        assert total(pages[1], "medha_store_tier_looks_total") > 0
+        assert total(pages[1], "medha_store_tier_lookups_total") > 0
         # On a slow machine, a request may not wait until its load ends.
         assert total(pages[1], "medha_store_tier_loaded_bytes_total") > 0
         assert [total(page, "medha_store_tier_failures_total") for page in pages] == [0, 0]

@@ -309,10 +309,10 @@ def test_damaged_objects_are_never_used(
         """Whether an object was missed: one that is gone is found missing by a look, or by a load."""
         if how != "gone":
             return bool(status_of(site.controller)["store"]["failures"] > before)
-        return site.counted("medha_store_tier_looks_total") > looked
+        return site.counted("medha_store_tier_lookups_total") > looked
 
     before = status_of(site.controller)["store"]["failures"]
-    looked = site.counted("medha_store_tier_looks_total")
+    looked = site.counted("medha_store_tier_lookups_total")
     damage(sorted(store.rglob("*.kv")), how)
     site.ask_until(f"{how} objects", has_met)
     site.check(store)

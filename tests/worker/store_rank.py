@@ -10,7 +10,7 @@ import torch
 from medha.api.kv_cache_spec import StoreSpec
 from medha.kv.disk_tier import file_name
 from medha.kv.lane_replay import HostTierWork, ReadBlocks, StoreBlocks
-from medha.wire.messages import DiskFile, DiskReport, StoreLook
+from medha.wire.messages import DiskFile, DiskReport, StoreLookup
 from medha_worker.device import host_device
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
@@ -58,8 +58,8 @@ class Rank:
         one = ReadBlocks(content_of(number).name, start, 100 + number, slots, is_stored=True)
         self.threads.submit(HostTierWork(reads=(one,)))
 
-    def look(self, *numbers: int) -> None:
-        self.threads.look(StoreLook(7, tuple(content_of(number).name for number in numbers), 0, 1))
+    def look_up(self, *numbers: int) -> None:
+        self.threads.look_up(StoreLookup(7, tuple(content_of(number).name for number in numbers), 0, 1))
 
     def told(self) -> list[DiskReport]:
         """Wait until all is done; return the reports since the last call."""

@@ -43,7 +43,7 @@ from medha.wire.messages import (
     Step,
     SteppedAside,
     StepProfile,
-    StoreLook,
+    StoreLookup,
     Submit,
 )
 from medha_worker.device import host_device
@@ -108,7 +108,7 @@ class Life:
     ends: dict[str, FinishReason | str] = field(default_factory=dict)
     asides: dict[str, SteppedAside] = field(default_factory=dict)  # by the prompt with which each comes back
     messages: list[KvAsk | KvTicket | KvDone] = field(default_factory=list)  # for other replicas
-    looks: list[StoreLook] = field(default_factory=list)
+    looks: list[StoreLookup] = field(default_factory=list)
 
     def handle(self, event: ControllerEvent) -> None:
         for command in self.controller.handle(event, self.now):
@@ -126,7 +126,7 @@ class Life:
                     self.asides[command.prompt] = command
                 case KvAsk() | KvTicket() | KvDone():
                     self.messages.append(command)
-                case StoreLook():
+                case StoreLookup():
                     self.looks.append(command)
 
     def end(self, name: str, reason: str) -> None:

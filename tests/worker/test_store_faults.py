@@ -86,7 +86,7 @@ def test_a_service_that_fails_costs_time_only(
             assert write.not_stored == (content_of(1).name,)
             assert write.store_fault
             assert service.objects == objects, "half an object is none"
-        assert look.looked == ((7, int(short_questions_pass)),)
+        assert look.looked_up == ((7, int(short_questions_pass)),)
         assert bool(look.store_fault) == (not short_questions_pass)
         assert "the store has failed" in caplog.text
         assert SECRET_KEY not in caplog.text
@@ -122,7 +122,7 @@ def test_an_object_whose_write_was_killed_is_written_again(proxy: FaultyProxy, s
     place = StoreSpec(url=f"s3://{BUCKET}/{prefix}", endpoint=proxy.endpoint)
     with closing(Rank(opened(place, host), host)) as rank:
         rank.look(0)
-        assert [one.looked for one in rank.told()] == [((7, 0),)]
+        assert [one.looked_up for one in rank.told()] == [((7, 0),)]
         rank.write(0)
         rank.told()
         rank.read(0, ((16, 4),))

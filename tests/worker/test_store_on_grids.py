@@ -76,7 +76,7 @@ class StoreLife(Life):
             while count < len(look.objects) and look.objects[count] in self.there:
                 count += 1
             reports += [
-                DiskReport(rank, look.lane, looked=((look.number, count),)) for rank in ranks_of(look.lane)
+                DiskReport(rank, look.lane, looked_up=((look.number, count),)) for rank in ranks_of(look.lane)
             ]
         self.looks = []
         for step in self.steps[self.seen :]:

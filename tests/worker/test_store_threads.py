@@ -15,7 +15,7 @@ import pytest
 from cluster.binaries import CannotBuild
 from medha.api.kv_cache_spec import StoreSpec
 from medha.kv.lane_replay import HostTierWork, ReadBlocks, StoreBlocks
-from medha.wire.messages import DiskFile, DiskReport, HostDrop, StoreLook
+from medha.wire.messages import DiskFile, DiskReport, HostDrop, StoreLookup
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_files import FileDamaged
 from medha_worker.rank.kv_objects import KvObjects, ObjectMissing, StoreFailed
@@ -60,8 +60,8 @@ def test_another_replica_finds_and_reads_what_one_has_written(
 ) -> None:
     fill(host)
     with closing(Rank(opened(place, host), host)) as writer:
-        writer.look(0, 1)
-        assert [one.looked for one in writer.told()] == [((7, 0),)]
+        writer.look_up(0, 1)
+        assert [one.looked_up for one in writer.told()] == [((7, 0),)]
         writer.write(0)
         writer.write(1, ((8, 4),))
         assert sorted(name for one in writer.told() for name in one.stored) == sorted(
@@ -71,8 +71,8 @@ def test_another_replica_finds_and_reads_what_one_has_written(
         writer.write(0)
         assert [one.stored for one in writer.told()] == [(content_of(0).name,)], "it is there already"
     with closing(Rank(opened(place, host), host)) as reader:
-        reader.look(0, 1, 2, 3)
-        assert [one.looked for one in reader.told()] == [((7, 2),)]
+        reader.look_up(0, 1, 2, 3)
+        assert [one.looked_up for one in reader.told()] == [((7, 2),)]
         reader.read(0, ((16, 1), (20, 3)))
         reader.read(1, ((24, 2),), start=1)
         told = reader.told()
@@ -220,14 +220,14 @@ def test_after_an_error_work_fails_at_once_and_later_the_store_is_used_again(
     threads.begin_epoch(DiskReport(0, 0, 1), KEY, reports.append)
     try:
         for number in range(3):
-            threads.look(StoreLook(number, (content_of(number).name,), 0, 1))
+            threads.look_up(StoreLookup(number, (content_of(number).name,), 0, 1))
             assert threads.drain(60)
-        assert [(one.looked, one.store_fault) for one in reports] == [
+        assert [(one.looked_up, one.store_fault) for one in reports] == [
             (((number, 0),), "it answers 500") for number in range(3)
         ]
         assert asked == [content_of(0).name]
         fails, now = False, 106.0
-        threads.look(StoreLook(3, (content_of(3).name,), 0, 1))
+        threads.look_up(StoreLookup(3, (content_of(3).name,), 0, 1))
         assert threads.drain(60)
         assert reports[-1].store_fault == ""
     finally:
@@ -321,7 +321,7 @@ def test_the_end_of_a_rank_does_not_wait_for_a_store_that_hangs(
         with pytest.raises(StoreFailed, match="has not answered"):
             opened_within(lambda: KvObjects(place, IDENTITY, host.block_bytes), 0.2)
         rank = Rank(opened(place, host), host)
-        rank.look(0)
+        rank.look_up(0)
         began = [thread for thread in threading.enumerate() if thread.name.startswith("medha-store")]
         assert len(began) >= 7
         rank.close()
@@ -356,14 +356,14 @@ def test_nothing_is_left_of_threads_and_handles(host: HostBlocks, tmp_path: Path
     assert {one for one in threading.enumerate() if one.name.startswith("medha-store")} <= threads
 
 
-def test_a_look_of_an_epoch_that_begins_later_is_answered_then(host: HostBlocks, tmp_path: Path) -> None:
+def test_a_lookup_of_an_epoch_that_begins_later_is_answered_then(host: HostBlocks, tmp_path: Path) -> None:
     place = StoreSpec(url=f"file://{tmp_path}/shared")
     with closing(Rank(opened(place, host), host)) as rank:
-        rank.threads.look(StoreLook(1, (content_of(0).name,), 0, 2))
-        rank.threads.look(StoreLook(2, (content_of(0).name,), 0, 0))
+        rank.threads.look_up(StoreLookup(1, (content_of(0).name,), 0, 2))
+        rank.threads.look_up(StoreLookup(2, (content_of(0).name,), 0, 0))
         assert rank.told() == []
         rank.threads.begin_epoch(DiskReport(0, 0, 2), KEY, rank.reports.append)
-        assert [(one.epoch, one.looked) for one in rank.told()] == [(2, ((1, 0),))]
+        assert [(one.epoch, one.looked_up) for one in rank.told()] == [(2, ((1, 0),))]
 
 
 def test_a_block_that_an_object_lacks_is_no_block_of_it(host: HostBlocks, tmp_path: Path) -> None:

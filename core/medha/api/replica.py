@@ -331,7 +331,7 @@ class MedhaReplicaSpec(Model):
 
     model: ModelSpec
     role: ReplicaRole = Field(default="both", json_schema_extra=restart())
-    """Phases of requests that the replica serves. `prefill` computes prompts and draws the first token; then the router
+    """Phases of requests that the replica serves. `prefill` computes prompts and samples the first token; then the router
     moves the request to a replica that decodes, which reads its KV. `decode` takes such requests, and prompts that are
     too short for a move. `both` does either. If no replica of a role is ready, the others do its work (docs/roles.md)."""
     parallelism: ParallelismSpec = ParallelismSpec()

@@ -40,7 +40,7 @@ class StoreCounts:
     """Requests, blocks and failures since the epoch began; of all lanes."""
 
     hits: int = 0  # requests that waited for loads
-    looks: int = 0  # questions which objects are there
+    lookups: int = 0  # questions which objects are there
     loaded_blocks: int = 0
     written_blocks: int = 0
     failed_loads: int = 0

@@ -95,7 +95,7 @@ from medha.wire.messages import (
     Step,
     SteppedAside,
     StepProfile,
-    StoreLook,
+    StoreLookup,
     Submit,
     TokenLogprob,
 )
@@ -136,7 +136,7 @@ class _Launched:
     ran_ahead: bool  # another step was in flight on its lanes
 
 
-ToRanksOrPeers = CompileGrammar | StoreLook | KvAsk
+ToRanksOrPeers = CompileGrammar | StoreLookup | KvAsk
 """Commands that an arriving request causes, before any step has it."""
 
 

@@ -1,7 +1,7 @@
 """Asks whether the store has KV of arriving prompts, and begins to load what it has.
 
 The controller does not know the content of the store (`medha.kv.store_tier`). If reading all that a prompt lacks is predicted
-to be faster than computing it, its request waits while ranks check which objects exist (`StoreLook`), and then for their
+to be faster than computing it, its request waits while ranks check which objects exist (`StoreLookup`), and then for their
 loads. Missing objects are remembered for a while, and not asked for again.
 
 A store that fails is not used for a few seconds, and each time longer, until something succeeds. The same holds if it does
@@ -17,12 +17,12 @@ from itertools import count, takewhile
 from medha.kv.pools import Awaited, EndedLoads, KvPools, Sought
 from medha.scheduler.load_waits import LoadWaits
 from medha.scheduler.request import Request
-from medha.wire.messages import DiskReport, StoreLook
+from medha.wire.messages import DiskReport, StoreLookup
 
 _MISS_SECONDS = 30.0
 """Time for which an object that was not there is not asked for."""
 _MOST_MISSES = 4096
-_MOST_LOOKS = 64
+_MOST_LOOKUPS = 64
 """Most prompts that are asked for at a time."""
 _FIRST_REST_SECONDS = 5.0
 _LONGEST_REST_SECONDS = 300.0
@@ -30,7 +30,7 @@ _NOWHERE = -2  # lane of the answers that are awaited; those of peers have anoth
 
 
 @dataclass(slots=True)
-class _Look:
+class _Lookup:
     sought: list[Sought]
     counts: list[int]  # of the objects of each that exist, as far as ranks have answered
     left: set[tuple[int, int]]  # (rank, lane) that have not answered
@@ -45,7 +45,7 @@ class StoreKv:
         self, pools: KvPools, waits: LoadWaits, lane_ranks: list[tuple[int, ...]], epoch: int
     ) -> None:
         self._pools, self._waits, self._lane_ranks, self._epoch = pools, waits, lane_ranks, epoch
-        self._looks: dict[int, _Look] = {}
+        self._lookups: dict[int, _Lookup] = {}
         self._by_prompt: dict[str, int] = {}
         self._misses: dict[str, float] = {}  # object -> time until which it is not asked for
         self._numbers = count()
@@ -68,7 +68,7 @@ class StoreKv:
 
     # --- questions ------------------------------------------------------------------------------------
 
-    def ask(self, request: Request, now: float) -> list[StoreLook]:
+    def ask(self, request: Request, now: float) -> list[StoreLookup]:
         """Let a new request wait for KV from the store, if that is worth it; return the questions to the ranks."""
         submit, store = request.submit, self._pools.store
         if store is None or store.rests or request.awaits_load:
@@ -82,20 +82,20 @@ class StoreKv:
         )
         number = self._by_prompt.get(submit.prompt)
         # After a fault, the others do not wait for an answer that may not come.
-        most = 1 if self._rest_seconds else _MOST_LOOKS
-        if seconds is None or (number is None and len(self._looks) >= most):
+        most = 1 if self._rest_seconds else _MOST_LOOKUPS
+        if seconds is None or (number is None and len(self._lookups) >= most):
             return []
-        asks: list[StoreLook] = []
+        asks: list[StoreLookup] = []
         if number is None:
             number = self._by_prompt[submit.prompt] = next(self._numbers)
             left = {(rank, one.lane) for one in sought for rank in self._lane_ranks[one.lane]}
-            self._looks[number] = _Look(sought, counts, left)
-            store.counts.looks += 1
+            self._lookups[number] = _Lookup(sought, counts, left)
+            store.counts.lookups += 1
             asks = [
-                StoreLook(number, tuple(item.name for item in one.objects), one.lane, self._epoch)
+                StoreLookup(number, tuple(item.name for item in one.objects), one.lane, self._epoch)
                 for one in sought
             ]
-        self._looks[number].requests.append(request)
+        self._lookups[number].requests.append(request)
         self._waits.begin(request, Awaited(frozenset({(_NOWHERE, number)}), seconds), now)
         return asks
 
@@ -113,40 +113,40 @@ class StoreKv:
             return
         if report.store_fault:
             self._rest(report.store_fault, now)
-        elif (report.looked or report.stored or ended.from_store) and now >= self._rests_until:
+        elif (report.looked_up or report.stored or ended.from_store) and now >= self._rests_until:
             self._rest_seconds, self.fault = 0.0, ""
         for name in ended.lacks:
             self._miss(name, now)
         for name in report.stored:
             self._misses.pop(name, None)
-        for number, there in report.looked:
-            look = self._looks.get(number)
-            if look is None or (report.rank, report.lane) not in look.left:
+        for number, there in report.looked_up:
+            lookup = self._lookups.get(number)
+            if lookup is None or (report.rank, report.lane) not in lookup.left:
                 continue
-            look.left.discard((report.rank, report.lane))
-            look.has_failed = look.has_failed or bool(report.store_fault)
-            for at, one in enumerate(look.sought):
+            lookup.left.discard((report.rank, report.lane))
+            lookup.has_failed = lookup.has_failed or bool(report.store_fault)
+            for at, one in enumerate(lookup.sought):
                 if one.lane == report.lane:
-                    look.counts[at] = max(min(look.counts[at], there), 0)
-            if not look.left:
-                self._answered(number, look, now, go_on)
+                    lookup.counts[at] = max(min(lookup.counts[at], there), 0)
+            if not lookup.left:
+                self._answered(number, lookup, now, go_on)
 
-    def _answered(self, number: int, look: _Look, now: float, go_on: Callable[[Request], None]) -> None:
+    def _answered(self, number: int, lookup: _Lookup, now: float, go_on: Callable[[Request], None]) -> None:
         self._forget(number)
         store = self._pools.store
-        for one, there in zip(look.sought, look.counts, strict=True):
-            if store is not None and there < len(one.objects) and not look.has_failed:
+        for one, there in zip(lookup.sought, lookup.counts, strict=True):
+            if store is not None and there < len(one.objects) and not lookup.has_failed:
                 self._miss(one.objects[there].name, now)
                 store.lacks(one.objects[there:])
-        waiting = [one for one in look.requests if one.awaits_load and one.waits and not one.ended]
+        waiting = [one for one in lookup.requests if one.awaits_load and one.waits and not one.ended]
         awaited: frozenset[tuple[int, int]] = frozenset()
         if waiting:
             submit = waiting[0].submit
             seconds = self._pools.wait_for_store_seconds(
-                submit.tokens, submit.block_hashes, look.counts, is_long=waiting[0].may_spread
+                submit.tokens, submit.block_hashes, lookup.counts, is_long=waiting[0].may_spread
             )
             if seconds is not None:
-                awaited = self._pools.begin_store_loads(look.sought, look.counts)
+                awaited = self._pools.begin_store_loads(lookup.sought, lookup.counts)
         if awaited:
             for request in waiting:
                 self._waits.follow(request, awaited)
@@ -164,14 +164,14 @@ class StoreKv:
     def leave(self, request: Request) -> None:
         """Forget a request that has left; an answer for which no request waits begins no loads."""
         if self._awaits_answer(request):
-            self._looks[self._by_prompt[request.submit.prompt]].requests.remove(request)
+            self._lookups[self._by_prompt[request.submit.prompt]].requests.remove(request)
 
     def _awaits_answer(self, request: Request) -> bool:
-        look = self._looks.get(self._by_prompt.get(request.submit.prompt, -1))
-        return look is not None and request in look.requests
+        lookup = self._lookups.get(self._by_prompt.get(request.submit.prompt, -1))
+        return lookup is not None and request in lookup.requests
 
     def _forget(self, number: int) -> None:
-        del self._looks[number]
+        del self._lookups[number]
         self._by_prompt = {prompt: other for prompt, other in self._by_prompt.items() if other != number}
 
     def _miss(self, name: str, now: float) -> None:

@@ -691,7 +691,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreLook:
+class StoreLookup:
     """Ranks of a lane report how many of these objects, from the first on, the store has; the answer bears the `number`.
 
     This is handled as soon as it arrives, also while a step runs.
@@ -975,8 +975,8 @@ class DiskReport:
     damaged: tuple[str, ...] = ()
     fault: str = ""
     """Reason why the rank uses its disk no more in this process; empty: it does."""
-    looked: tuple[tuple[int, int], ...] = ()
-    """Answers to `StoreLook`: number, and how many objects the store has."""
+    looked_up: tuple[tuple[int, int], ...] = ()
+    """Answers to `StoreLookup`: number, and how many objects the store has."""
     stored: tuple[str, ...] = ()  # objects that are in the store
     not_stored: tuple[str, ...] = ()
     store_fault: str = ""
@@ -1119,7 +1119,7 @@ ControllerCommand = (
     | SteppedAside
     | CompileGrammar
     | DropGrammar
-    | StoreLook
+    | StoreLookup
     | KvAsk
     | KvTicket
     | KvDone
@@ -1127,7 +1127,7 @@ ControllerCommand = (
 
 Message = (
     Tokens | Submit | Cancel | FetchBundle | WatchProgress | RouterUse | RouterLost | Announce | ProgressReport | Heartbeat | BundlePart | Refused
-    | Emit | Failed | Rendezvous | Step | CompileGrammar | DropGrammar | DiskBegin | StoreLook | Trace | Shutdown | RankHello | RankReady | StageFree | Done
+    | Emit | Failed | Rendezvous | Step | CompileGrammar | DropGrammar | DiskBegin | StoreLookup | Trace | Shutdown | RankHello | RankReady | StageFree | Done
     | GrammarReady | DiskReport | KvAsk | KvTicket | KvDone | RankFault | RankOutOfMemory | RankReport | RankXid | TracePart
 )  # fmt: skip
 """Every message that crosses a process border."""

@@ -211,7 +211,7 @@ class Observer:
         block_bytes = 0 if figures is None else figures.block_bytes
         counts = StoreCounts() if store is None else store.counts
         self._gauges["medha_store_tier_rests"].set(store is not None and store.rests)
-        self._count_up("medha_store_tier_looks", counts.looks)
+        self._count_up("medha_store_tier_lookups", counts.lookups)
         self._count_up("medha_store_tier_hits", counts.hits)
         self._count_up("medha_store_tier_loaded_bytes", counts.loaded_blocks * block_bytes)
         self._count_up("medha_store_tier_written_bytes", counts.written_blocks * block_bytes)

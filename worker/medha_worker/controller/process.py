@@ -61,7 +61,7 @@ from medha.wire.messages import (
     StageFree,
     Step,
     SteppedAside,
-    StoreLook,
+    StoreLookup,
     Submit,
     Tick,
     Tokens,
@@ -574,7 +574,7 @@ class Controller:
                 self._send_prompts(step)
                 if self._core is not None:  # else sending the ids has shown that a rank is gone
                     self._ranks.begin_step(step)
-            case CompileGrammar() | DropGrammar() | StoreLook() as message:
+            case CompileGrammar() | DropGrammar() | StoreLookup() as message:
                 if self._core is not None:
                     self._ranks.send(message)
             case KvAsk() | KvTicket() | KvDone() as about_kv:

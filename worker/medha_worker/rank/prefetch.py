@@ -23,14 +23,14 @@ from time import monotonic
 
 import zmq
 
-from medha.wire.messages import CompileGrammar, DropGrammar, Message, Step, StoreLook
+from medha.wire.messages import CompileGrammar, DropGrammar, Message, Step, StoreLookup
 from medha_worker.link import Link, Received
 from medha_worker.rank.lane_plan import LanePlan
 
 Prepare = Callable[[Step], LanePlan | None]
 """Function that plans a step, or returns None if planning has to wait."""
 
-Urgent = CompileGrammar | DropGrammar | StoreLook
+Urgent = CompileGrammar | DropGrammar | StoreLookup
 """A message that does not wait until the running step has ended."""
 
 _POLL_SECONDS = 0.1  # longest time for which the thread continues to wait once nothing runs

@@ -38,7 +38,7 @@ from medha.wire.messages import (
     Shutdown,
     StageFree,
     Step,
-    StoreLook,
+    StoreLookup,
     Tokens,
     Trace,
 )
@@ -98,7 +98,7 @@ class Rank:
             CompileGrammar,
             DropGrammar,
             DiskBegin,
-            StoreLook,
+            StoreLookup,
             KvTicket,
             Trace,
             Shutdown,
@@ -355,10 +355,10 @@ class Rank:
     def _handle_urgent(self, message: Urgent) -> None:
         """Check which objects are in the store, or handle a grammar; called on any thread."""
         engine = self._engine
-        if not isinstance(message, StoreLook):
+        if not isinstance(message, StoreLookup):
             self._handle_grammar(message)
         elif engine is not None and engine.store is not None:
-            engine.store.look(message)
+            engine.store.look_up(message)
 
     def _handle_grammar(self, message: CompileGrammar | DropGrammar) -> None:
         """Compile or drop a grammar if this rank samples; called on any thread."""

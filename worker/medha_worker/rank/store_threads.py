@@ -21,7 +21,7 @@ import numpy as np
 
 from medha.cost.tier_seconds import PARALLEL_READS
 from medha.kv.lane_replay import HostTierWork, ReadBlocks, StoreBlocks
-from medha.wire.messages import DiskReport, HostDrop, StoreLook
+from medha.wire.messages import DiskReport, HostDrop, StoreLookup
 from medha_worker.model.disk_blocks import CalledOff, place_rows, run_pieces
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_files import FileDamaged, blocks_at_once
@@ -43,7 +43,7 @@ A write takes seconds, or minutes where a volume hangs for a while.
 
 _log = logging.getLogger("medha.store")
 
-Work = StoreLook | ReadBlocks | StoreBlocks
+Work = StoreLookup | ReadBlocks | StoreBlocks
 
 
 @dataclass(slots=True, eq=False)
@@ -72,10 +72,10 @@ class StoreThreads:
         self._hung_seconds, self._rest_seconds = hung_seconds, rest_seconds
         self._piece_blocks = blocks_at_once(host.block_bytes)
         self._condition = threading.Condition()
-        self._reads: deque[_Job] = deque()  # and looks
+        self._reads: deque[_Job] = deque()  # and lookups
         self._writes: deque[_Job] = deque()
         self._running: dict[threading.Thread, _Job | None] = {}
-        self._early: list[StoreLook] = []  # of an epoch that has not begun here
+        self._early: list[StoreLookup] = []  # of an epoch that has not begun here
         self._report: DiskReport | None = None
         self._send: Callable[[DiskReport], None] = lambda _: None
         self._fault, self._rests_until = "", 0.0
@@ -109,8 +109,8 @@ class StoreThreads:
             self._report, self._send = report, send
             early, self._early = self._early, []
             self._condition.notify_all()
-        for look in early:
-            self.look(look)
+        for lookup in early:
+            self.look_up(lookup)
 
     def end_epoch(self) -> None:
         """Call off all work: the host blocks may get other owners."""
@@ -132,13 +132,13 @@ class StoreThreads:
                     ends = job.work.extents
                     job.is_off = job.is_off or any(stop > keep.get(extent, stop) for extent, stop in ends)
 
-    def look(self, look: StoreLook) -> None:
+    def look_up(self, lookup: StoreLookup) -> None:
         """Let a thread find out which objects are there."""
         with self._condition:
-            if self._report is None or look.epoch > self._report.epoch:
-                self._early = [*self._early, look][-_MOST_EARLY:]
-            elif look.epoch == self._report.epoch and look.lane == self._report.lane:
-                self._reads.appendleft(_Job(look, self._report))
+            if self._report is None or lookup.epoch > self._report.epoch:
+                self._early = [*self._early, lookup][-_MOST_EARLY:]
+            elif lookup.epoch == self._report.epoch and lookup.lane == self._report.lane:
+                self._reads.appendleft(_Job(lookup, self._report))
                 self._condition.notify_all()
 
     def submit(self, work: HostTierWork) -> None:
@@ -206,8 +206,8 @@ class StoreThreads:
 
     def _do(self, job: _Job) -> None:
         match job.work:
-            case StoreLook(number=number, objects=objects):
-                self._tell(job, looked=((number, self._there(objects)),))
+            case StoreLookup(number=number, objects=objects):
+                self._tell(job, looked_up=((number, self._there(objects)),))
             case ReadBlocks() as read:
                 self._read(job, read)
             case StoreBlocks() as write:
@@ -273,8 +273,8 @@ class StoreThreads:
     def _fail(self, job: _Job, fault: str) -> None:
         """Report that work was not done, because of an error of the store if there is a `fault`."""
         match job.work:
-            case StoreLook(number=number):
-                self._tell(job, looked=((number, 0),), store_fault=fault[:500])
+            case StoreLookup(number=number):
+                self._tell(job, looked_up=((number, 0),), store_fault=fault[:500])
             case ReadBlocks(extent=extent):
                 self._tell(job, not_loaded=(extent,), store_fault=fault[:500])
             case StoreBlocks(object=one):
@@ -287,7 +287,7 @@ class StoreThreads:
                 return
             job.is_reported = job.is_off = True
             send = self._send
-        # Without the lock: whoever sends may have to handle a `StoreLook` that has arrived.
+        # Without the lock: whoever sends may have to handle a `StoreLookup` that has arrived.
         send(replace(job.report, **fields))  # type: ignore[arg-type]
 
     # --- the thread that watches ----------------------------------------------------------------------
