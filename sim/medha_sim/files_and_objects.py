@@ -1,18 +1,19 @@
 """Files and objects behind the host tiers of simulated replicas (`medha.kv.disk_tier`, `medha.kv.store_tier`).
 
 A real rank has threads that read and write beside its steps. Here, each lane has as many of them, and their work takes the time
-that the replica's config states. No read waits for a write. Work begins once the step that asks for it has begun in the last
+that the replica's config states. No read waits for a write, and reads that are due first come first. Work begins once the step that asks for it has begun in the last
 stage. Nothing fails, and the store itself is never the bottleneck, however many replicas use it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Protocol
 
 from medha.cost.tier_seconds import PARALLEL_READS, STORE_ACCESS_SECONDS
+from medha.kv.due_queue import DueQueue
 from medha.kv.prefix_cache import hash_count
 from medha.scheduler.controller import ReplicaController
 from medha.wire.messages import Admit, DiskReport, Grow, HostDrop, HostLoad, Step, StoreLookup
@@ -39,6 +40,7 @@ class _Work:
     ends: tuple[tuple[int, int], ...] = ()  # up to which block of which extents it writes
     called_off: dict[str, Any] = field(default_factory=dict)  # fields of the report if it is called off
     is_off: bool = False
+    due: float = 0.0  # earlier ones begin first
 
 
 class _Threads:
@@ -52,11 +54,11 @@ class _Threads:
         ended: Callable[[_Work, float], None],
     ) -> None:
         self._free, self._clock, self._seconds, self._on_end = threads, clock, seconds, ended
-        self._waiting: deque[_Work] = deque()
+        self._waiting: DueQueue[_Work] = DueQueue()
         self._running: list[_Work] = []
 
     def add(self, work: _Work, now: float) -> None:
-        self._waiting.append(work)
+        self._waiting.add(work, work.due)
         self._start(now)
 
     def drop(self, keep: dict[int, int]) -> None:
@@ -66,7 +68,7 @@ class _Threads:
 
     def _start(self, now: float) -> None:
         while self._free and self._waiting:
-            work = self._waiting.popleft()
+            work = self._waiting.pop()
             self._free -= 1
             self._running.append(work)
             self._clock.at(now + (0.0 if work.is_off else self._seconds(work)), self._ended, work)
@@ -154,7 +156,9 @@ class FilesAndObjects:
             1 if there == 0 else 2 if there == len(lookup.objects) else 2 + len(lookup.objects).bit_length()
         )
         fields = {"looked_up": ((lookup.number, there),)}
-        self._store_reads[lookup.lane].add(_Work(lookup.lane, fields, asked * STORE_ACCESS_SECONDS), now)
+        self._store_reads[lookup.lane].add(
+            _Work(lookup.lane, fields, asked * STORE_ACCESS_SECONDS, due=-inf), now
+        )
 
     # --- internals ----------------------------------------------------------------------------------
 
@@ -190,6 +194,7 @@ class FilesAndObjects:
             {"loaded": ((extent, seconds),)},
             seconds,
             object="" if not load.is_stored else load.file,
+            due=load.due,
         )
 
     def _add(self, works: list[_Work], now: float) -> None:

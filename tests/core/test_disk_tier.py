@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from medha.api.replica import SchedulingSpec
 from medha.cost.tier_seconds import ReadSeconds
 from medha.kv.disk_tier import FILE_BLOCKS, MOST_CONSIDERED, DiskTier, OnDisk, file_name
 from medha.kv.host_tier import HostTier, Kept
@@ -313,7 +314,7 @@ def test_a_file_waits_until_others_that_are_read_or_written_leave_room_for_it() 
     disk = tier(blocks=12)
     read = write(disk, chain(1, 4))
     written(disk, read)
-    disk.begin_load(OnDisk(read[0].file.name, 0, 4), 5, 4)
+    disk.begin_load(OnDisk(read[0].file.name, 0, 4), 5, 4, due=0.0)
     assert (disk.has_place, write(disk, chain(2, 12))) == (False, ())
     for rank in range(2):
         disk.report(DiskReport(rank, loaded=((5, 0.1),)))
@@ -351,7 +352,7 @@ def test_a_file_waits_if_others_that_are_read_would_have_to_make_room_for_it() -
     for text in (other, hash_range(hashes, 0, 2 * FILE_BLOCKS)):
         written(disk, write(disk, text))
     for extent, found in enumerate(disk.match(other, 0, 2 * FILE_BLOCKS)):
-        disk.begin_load(found, extent, FILE_BLOCKS)
+        disk.begin_load(found, extent, FILE_BLOCKS, due=0.0)
     waiting(disk).kept.append(end)
     assert disk.write(0) == ()
     assert (waiting(disk).again, disk.has_place) == ([end.hashes], False), (
@@ -426,12 +427,15 @@ def test_a_load_ends_when_every_rank_has_reported_it() -> None:
     disk, hashes = tier(), chain(1, 10)
     (one,) = write(disk, hashes)
     written(disk, (one,))
-    disk.begin_load(OnDisk(one.file.name, 2, 5), 7, 5)
+    disk.begin_load(OnDisk(one.file.name, 2, 5), 7, 5, due=0.0)
     assert disk.loading_blocks == 5
+    assert (disk.blocks_before(-1.0), disk.blocks_before(0.0)) == (0, 5), (
+        "a load that is due at once goes first"
+    )
     assert disk.report(DiskReport(0, loaded=((7, 0.5),))) == []
     (ended,) = disk.report(DiskReport(1, loaded=((7, 0.2),)))
     assert (ended.extent, ended.blocks, ended.seconds, ended.is_there) == (7, 5, 0.5, True)
-    disk.begin_load(OnDisk(one.file.name, 2, 5), 8, 5)
+    disk.begin_load(OnDisk(one.file.name, 2, 5), 8, 5, due=0.0)
     assert disk.report(DiskReport(0, not_loaded=(8,), damaged=(one.file.name,))) == []
     (ended,) = disk.report(DiskReport(1, loaded=((8, 0.2),)))
     assert not ended.is_there
@@ -446,8 +450,8 @@ def test_a_load_of_a_removed_file_leaves_its_successor_alone(is_there: bool) -> 
     disk, hashes = tier(blocks=10, ranks=1), chain(1, 10)
     (one,) = write(disk, hashes)
     written(disk, (one,), ranks=1)
-    disk.begin_load(OnDisk(one.file.name, 0, 5), 7, 5)
-    disk.begin_load(OnDisk(one.file.name, 5, 5), 8, 5)
+    disk.begin_load(OnDisk(one.file.name, 0, 5), 7, 5, due=0.0)
+    disk.begin_load(OnDisk(one.file.name, 5, 5), 8, 5, due=0.0)
     disk.report(DiskReport(0, not_loaded=(7,), damaged=(one.file.name,)))
     written(disk, write(disk, hashes), ranks=1)
     report = DiskReport(0, loaded=((8, 0.1),)) if is_there else DiskReport(0, not_loaded=(8,))
@@ -462,7 +466,7 @@ def test_a_rank_without_a_disk_switches_the_tier_off() -> None:
     disk, hashes = tier(), chain(1, 10)
     (one,) = write(disk, hashes)
     written(disk, (one,))
-    disk.begin_load(OnDisk(one.file.name, 0, 10), 3, 10)
+    disk.begin_load(OnDisk(one.file.name, 0, 10), 3, 10, due=0.0)
     disk.report(DiskReport(1, fault="no space"))
     assert disk.fault == "rank 1: no space"
     assert disk.match(hashes, 0, 10) == []
@@ -614,13 +618,18 @@ def test_blocks_wait_again_where_they_have_come_back_but_not_while_they_are_read
     host.check()
 
 
+@dataclass
 class ReplicaWithFiles(Replica):
     """A controller with a disk tier and without a store; the tests play what its ranks report of their files."""
 
+    policy: str = "guarded"
+    read_seconds: float = 1e-8  # of a block
+
     def new_core(self) -> ReplicaController:
-        files = DiskTierFigures(1000, 1e-7, 1e-8)
+        files = DiskTierFigures(1000, 1e-7, self.read_seconds)
         config = replace(
             super().new_core().config,
+            scheduling=SchedulingSpec(policy=self.policy),  # type: ignore[arg-type]
             kv_blocks=60,
             store_block_seconds=None,
             object_blocks=0,
@@ -700,6 +709,27 @@ def test_a_request_waits_for_slow_reads_for_a_part_of_the_time_that_they_save(
     assert replica.admitted == {"a": cached_tokens}
     avoided_seconds = replica.core.pools.avoided_prefill_seconds
     assert [name for name, one in avoided_seconds.items() if one] == ["disk"] * (cached_tokens > 0)
+
+
+@pytest.mark.parametrize(("policy", "loaded"), [("guarded", [50, 5]), ("lars", [50, 5]), ("fcfs", [50])])
+def test_a_short_prompt_does_not_wait_for_the_reads_of_a_long_one_before_it(
+    policy: str, loaded: list[int]
+) -> None:
+    """To read a block takes half of the time to compute it, so behind 50 of them the short prompt would be computed."""
+    replica = ReplicaWithFiles(host_blocks=160, policy=policy, read_seconds=0.02)
+    prompts = {"long": ids(0, 201), "short": ids(1, 21)}
+    chains = {name: HASHER.hashes(prompt) for name, prompt in prompts.items()}
+    parts = [hash_range(one, 0, (len(prompts[name]) - 1) // 4) for name, one in chains.items()]
+    files = [DiskFile(file_name("", part), 0, part) for part in parts]
+    replica.report(found=tuple(files), found_all=True)
+    for name, prompt in prompts.items():
+        replica.submit(name, prompt)
+    dues: dict[float, int] = {}
+    for load in (one for step in replica.steps for one in step.loads):
+        dues[load.due] = dues.get(load.due, 0) + load.count
+    assert list(dues.values()) == loaded, "in the order of arrival"
+    assert list(dues) == sorted(dues, reverse=True), "what arrived last is due first"
+    assert ("short" in replica.admitted) == (policy == "fcfs")
 
 
 def test_kv_that_was_read_from_another_replica_waits_to_be_written_once_it_is_there() -> None:

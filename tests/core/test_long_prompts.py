@@ -275,7 +275,7 @@ def test_nothing_is_searched_behind_what_files_hold_of_a_prompt() -> None:
         found, hashes = pools(blocks), chain(10, blocks)
         file = DiskFile(file_name("", hashes[:32]), 0, hashes[:32])
         found.disk_report(DiskReport(0, found=(file,)))
-        return instructions(lambda: found.begin_loads(SIZE * blocks, hashes))
+        return instructions(lambda: found.begin_loads(SIZE * blocks, hashes, due=0.0))
 
     assert look(400) == look(100)
 

@@ -591,6 +591,24 @@ def test_a_read_does_not_wait_for_a_write(disk: Disk, monkeypatch: pytest.Monkey
     assert disk.reports[1:] == [DiskReport(3, written=(described(2).name,))]
 
 
+def test_reads_that_are_due_first_go_before_those_that_came_first(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.write(1, 0)
+    hang = Hang(monkeypatch, "preadv")
+    read = ReadBlocks(described(1).name, 0, 9, ((6, 3),))
+    disk.blocks.submit(HostTierWork(reads=(read,)))
+    assert hang.began.wait(60)
+    disk.reports.clear()
+    dues = {10: 60.0, 11: 2.0, 12: 60.0, 13: 1.0}
+    disk.blocks.submit(
+        HostTierWork(reads=tuple(replace(read, extent=extent, due=due) for extent, due in dues.items()))
+    )
+    hang.goes_on.set()
+    assert disk.blocks.drain(60)
+    assert [one.loaded[0][0] for one in disk.reports] == [9, 13, 11, 10, 12]
+
+
 def test_an_epoch_that_ends_calls_off_reads(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.write(1, 0)
     hang = Hang(monkeypatch, "preadv")

@@ -47,6 +47,7 @@ class ReadBlocks:
     slots: tuple[Run, ...]
     ticket: str = ""
     is_stored: bool = False  # `file` is an object of the store
+    due: float = 0.0  # earlier ones are read first
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,9 @@ class LaneReplay:
             elif load.count:
                 extent, slots = self._tier().store(load.count)
                 self._reads.append(
-                    ReadBlocks(load.file, load.start, extent, tuple(slots), load.ticket, load.is_stored)
+                    ReadBlocks(
+                        load.file, load.start, extent, tuple(slots), load.ticket, load.is_stored, load.due
+                    )
                 )
 
     def serve(self, serves: Iterable[KvServe], unserves: tuple[str, ...]) -> None:

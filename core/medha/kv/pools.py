@@ -239,7 +239,7 @@ class _Lane:
     def _is_awaited(self, part: Held | OnDisk) -> bool:
         return isinstance(part, OnDisk) or (self.tier is not None and self.tier.is_loading(part.extent))
 
-    def load(self, found: _Found, lane: int) -> tuple[list[HostLoad], set[tuple[int, int]]]:
+    def load(self, found: _Found, lane: int, due: float) -> tuple[list[HostLoad], set[tuple[int, int]]]:
         """Begin to load what was found in files; return the loads, and all awaited extents, each with the lane."""
         assert self.tier is not None
         loads: list[HostLoad] = []
@@ -257,9 +257,9 @@ class _Lane:
                 break
             extent, count, drops = began
             assert self.disk is not None
-            self.disk.begin_load(part, extent, count)
+            self.disk.begin_load(part, extent, count, due)
             from_files.append(part)
-            loads.append(HostLoad(part.file, part.start, count, lane, drops))
+            loads.append(HostLoad(part.file, part.start, count, lane, drops, due=due))
             awaited.add((lane, extent))
             if count < part.count:
                 break
@@ -349,21 +349,21 @@ class _Lane:
         assert peer_loads is not None
 
         def begin(extent: int, at: int, count: int, drops: tuple[HostDrop, ...]) -> HostLoad:
-            peer_loads.begin(extent, count)
+            peer_loads.begin(extent, count, due=0.0)  # they are read in any order
             return HostLoad("", before + at, count, lane, drops, ticket)
 
         return self._load_lacking("peers", chain, hash_count(chain), lane, begin, hash_count(chain))
 
     def load_from_store(
-        self, chain: str, objects: int, lane: int, store: StoreTier
+        self, chain: str, objects: int, lane: int, store: StoreTier, due: float
     ) -> tuple[list[HostLoad], set[tuple[int, int]], set[tuple[int, int]]]:
         """Begin to load the blocks of the first `objects` objects that this lane lacks; return the same as `_load_lacking`."""
         size = store.object_blocks
 
         def begin(extent: int, at: int, count: int, drops: tuple[HostDrop, ...]) -> HostLoad:
             name = store.object(chain, at // size).name
-            store.begin_load(name, lane, extent, count)
-            return HostLoad(name, at % size, count, lane, drops, is_stored=True)
+            store.begin_load(name, lane, extent, count, due)
+            return HostLoad(name, at % size, count, lane, drops, is_stored=True, due=due)
 
         return self._load_lacking("store", chain, objects * size, lane, begin, size)
 
@@ -839,10 +839,12 @@ class KvPools:
                 tier.fetched(sequence)
         self._fetched.clear()
 
-    def begin_loads(self, prompt_tokens: int, block_hashes: str, *, is_long: bool = False) -> Awaited | None:
+    def begin_loads(
+        self, prompt_tokens: int, block_hashes: str, *, due: float, is_long: bool = False
+    ) -> Awaited | None:
         """Load the part of a prompt that only files hold; return the loads for which its request should wait.
 
-        Return None if there are none, or if computing is predicted to be faster.
+        They are read before those that are due later. Return None if there are none, or if computing is predicted to be faster.
         """
         if self._prices is None or not block_hashes:
             return None
@@ -856,13 +858,13 @@ class KvPools:
         most_tokens = (prompt_tokens - 1) // size * size
         there_tokens = min(sum(one.all_blocks for _, one in found) * size, most_tokens)
         here_tokens, _ = self.expected(prompt_tokens, block_hashes, is_long=is_long)
-        outstanding = max((disk.loading_blocks for disk in self.disks), default=0)
+        outstanding = max((disk.blocks_before(due) for disk in self.disks), default=0)
         files = sum(-(-one.awaited // FILE_BLOCKS) for _, one in found)
         load_seconds = self._prices.load_seconds(awaited + outstanding, files)
         from_peers = max((lane.peer_loads.blocks for lane in self._lanes if lane.peer_loads), default=0)
         load_seconds += self._prices.peer_seconds(min(awaited, from_peers)) if from_peers else 0.0
         if self.store is not None:
-            stored = max(self.store.loading_blocks(lane) for lane in range(len(self._lanes)))
+            stored = max(self.store.blocks_before(lane, due) for lane in range(len(self._lanes)))
             objects = -(-stored // self.store.object_blocks)
             load_seconds += self._prices.store_seconds(min(awaited, stored), objects) if stored else 0.0
         saved_seconds = self._saved_seconds(prompt_tokens, here_tokens, there_tokens)
@@ -871,7 +873,7 @@ class KvPools:
             return None
         extents: set[tuple[int, int]] = set()
         for lane, one in found:
-            loads, awaits = self._lanes[lane].load(one, lane)
+            loads, awaits = self._lanes[lane].load(one, lane, due)
             self._loads += loads
             extents |= awaits
         if not extents:
@@ -1056,15 +1058,18 @@ class KvPools:
         return self._saved(prompt_tokens, here_tokens, min(tokens, prompt_tokens - 1), blocks, seconds)
 
     def begin_store_loads(
-        self, sought: Iterable[Sought], counts: Iterable[int]
+        self, sought: Iterable[Sought], counts: Iterable[int], due: float
     ) -> frozenset[tuple[int, int]]:
-        """Load the first `counts` of the objects that are sought; return the awaited extents, each with its lane."""
+        """Load the first `counts` of the objects that are sought; return the awaited extents, each with its lane.
+
+        They are read before those that are due later.
+        """
         assert self.store is not None
         extents: set[tuple[int, int]] = set()
         for one, count in zip(sought, counts, strict=True):
             if count:
                 loads, awaits, _ = self._lanes[one.lane].load_from_store(
-                    one.chain, one.first + count, one.lane, self.store
+                    one.chain, one.first + count, one.lane, self.store, due
                 )
                 self._loads += loads
                 extents |= awaits

@@ -11,6 +11,7 @@ from medha.wire.messages import DiskReport
 @dataclass(slots=True)
 class _Load:
     blocks: int
+    due: float
     ranks: set[int]  # that have not reported it
     seconds: float = 0.0  # of the slowest rank
     failed: bool = False
@@ -41,9 +42,13 @@ class RankLoads:
         """Blocks that are being read."""
         return sum(load.blocks for load in self._loads.values())
 
-    def begin(self, extent: int, blocks: int) -> None:
-        """Note that ranks read so many blocks into an extent."""
-        self._loads[extent] = _Load(blocks, set(self.ranks))
+    def blocks_before(self, due: float) -> int:
+        """Return how many blocks are read before those of a new load that is due at `due`."""
+        return sum(load.blocks for load in self._loads.values() if load.due <= due)
+
+    def begin(self, extent: int, blocks: int, due: float) -> None:
+        """Note that ranks read so many blocks into an extent; loads that are due first are read first."""
+        self._loads[extent] = _Load(blocks, due, set(self.ranks))
 
     def report(self, report: DiskReport) -> list[Loaded]:
         """Take a rank's report; return the loads that have ended with it."""

@@ -178,18 +178,18 @@ class StoreTier:
 
     # --- loads ----------------------------------------------------------------------------------------
 
-    def loading_blocks(self, lane: int) -> int:
-        """Return how many blocks are being read on a lane."""
-        return self._loads[lane].blocks
+    def blocks_before(self, lane: int, due: float) -> int:
+        """Return how many blocks are read on a lane before those of a new load that is due at `due`."""
+        return self._loads[lane].blocks_before(due)
 
     @property
     def busy_blocks(self) -> int:
         """Blocks that are being read or written, on all lanes."""
         return sum(self._writing_blocks) + sum(loads.blocks for loads in self._loads)
 
-    def begin_load(self, name: str, lane: int, extent: int, blocks: int) -> None:
+    def begin_load(self, name: str, lane: int, extent: int, blocks: int, due: float) -> None:
         """Note that ranks read so many blocks of an object into an extent of a lane's host tier."""
-        self._loads[lane].begin(extent, blocks)
+        self._loads[lane].begin(extent, blocks, due)
         self._objects[lane, extent] = name
 
     # --- writes ---------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ from medha.scheduler.long_swaps import LongSwaps
 from medha.scheduler.output_lengths import OutputLengths
 from medha.scheduler.packer import Packed
 from medha.scheduler.peer_kv import PeerKv
+from medha.scheduler.policy import read_due
 from medha.scheduler.prompt_logprobs import joined
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import Request
@@ -654,21 +655,23 @@ class ReplicaController:
         expected = self._expected_output_tokens(submit, class_name, before)
         reservation_tokens = validation.reservation_tokens(config, submit, expected)
         may_spread = validation.may_spread(config, submit, reservation_tokens)
-        awaited = self._pools.begin_loads(submit.tokens, submit.block_hashes, is_long=may_spread)
-        cached_tokens, _ = self._pools.expected(submit.tokens, submit.block_hashes, is_long=may_spread)
-        whole = left = predictor.uncorrected_prefill(0, submit.tokens)
-        if cached_tokens:
-            left = predictor.uncorrected_prefill(cached_tokens, submit.tokens)
-        # The target follows from the whole prompt, whatever is cached: a cache must not tighten a deadline.
+        # The targets follow from the whole prompt, whatever is cached: a cache must not tighten a deadline.
+        whole = predictor.uncorrected_prefill(0, submit.tokens)
         work_seconds = whole.seconds * predictor.correction.prefill
+        targets = self._targets(submit, class_name, work_seconds, before, now)
+        arrival = now - submit.age_seconds
+        due = read_due(config.scheduling.policy, arrival, arrival + targets.ttft_seconds)
+        awaited = self._pools.begin_loads(submit.tokens, submit.block_hashes, due=due, is_long=may_spread)
+        cached_tokens, _ = self._pools.expected(submit.tokens, submit.block_hashes, is_long=may_spread)
+        left = predictor.uncorrected_prefill(cached_tokens, submit.tokens) if cached_tokens else whole
         self._arrivals += before is None
         request = Request(
             submit=submit,
             id=submit.id,
             prompt=self._sharing.prompt_of(submit.prompt, submit.tokens),
             tie=self._arrivals,
-            arrival=now - submit.age_seconds,
-            targets=self._targets(submit, class_name, work_seconds, before, now),
+            arrival=arrival,
+            targets=targets,
             is_long=streams or submit.tokens - cached_tokens >= config.long_threshold_tokens,
             length=submit.tokens,
             limit_tokens=validation.limit_tokens(config, submit),
@@ -681,6 +684,7 @@ class ReplicaController:
             may_spread=may_spread,
             streams=streams,
             cached_tokens=cached_tokens,
+            read_due=due,
         )
         if before is None:
             self._attained.charge(submit.owner, submit.tokens, now)

@@ -55,6 +55,14 @@ class Columns:
         return self.slack(now) / np.maximum(self.work_seconds, _SMALLEST_SECONDS)
 
 
+def read_due(policy: str, arrival: float, deadline: float) -> float:
+    """Return when KV that a request waits for is due: files and objects are read in the order of these times.
+
+    Reads take no part in the slack of prefills, so their order is that of deadlines, or of arrival with `fcfs`.
+    """
+    return arrival if policy == "fcfs" else deadline
+
+
 def keys(policy: str, columns: Columns, now: float, lars_denominator: str = "work") -> Floats:
     """Return the sort keys of a policy without state, smallest first; ties go by `columns.tie`.
 

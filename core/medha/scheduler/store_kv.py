@@ -146,7 +146,8 @@ class StoreKv:
                 submit.tokens, submit.block_hashes, lookup.counts, is_long=waiting[0].may_spread
             )
             if seconds is not None:
-                awaited = self._pools.begin_store_loads(lookup.sought, lookup.counts)
+                due = min(one.read_due for one in waiting)
+                awaited = self._pools.begin_store_loads(lookup.sought, lookup.counts, due)
         if awaited:
             for request in waiting:
                 self._waits.follow(request, awaited)

@@ -484,6 +484,8 @@ class HostLoad:
     ticket: str = ""
     last: int = -1  # -1: they do not come from the device
     is_stored: bool = False  # `file` is an object of the store that replicas share
+    due: float = 0.0
+    """Files and objects are read in the order of these times: seconds of the controller's clock."""
 
 
 @dataclass(frozen=True, slots=True)

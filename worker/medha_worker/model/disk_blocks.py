@@ -1,8 +1,8 @@
 """The disk tier of one rank: threads that copy KV blocks between the host tier and files.
 
 The core decides which blocks go where (`medha.kv.disk_tier`), and `kv_files` has the files. Nothing here blocks a step: steps
-hand over work, and the threads report what came of it. One thread reads, and another one writes and deletes. So
-requests wait for reads, but not for writes. The core does not have a file deleted while it is read.
+hand over work, and the threads report what came of it. One thread reads, what is due first before the rest. Another one writes
+and deletes. So requests wait for reads, but not for writes. The core does not have a file deleted while it is read.
 
 Steps and threads share host blocks. A thread takes the lock to copy a few blocks from or to them. A step that drops
 host blocks, to give them to others, takes it to call off the work that concerns them. So no bytes of later owners reach
@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 from medha.kv.blocks import Run
 from medha.kv.disk_tier import MOST_REPORTED_BYTES
+from medha.kv.due_queue import DueQueue
 from medha.kv.lane_replay import HostTierWork, ReadBlocks, WriteBlocks
 from medha.kv.prefix_cache import hash_count
 from medha.wire.messages import DiskFile, DiskReport, HostDrop
@@ -38,6 +38,7 @@ _HUNG_SECONDS = 30.0
 """Time without any progress after which the disk counts as hung."""
 _WATCH_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
+_AT_ONCE = 0.0  # due time of what is done in the order of arrival
 
 _log = logging.getLogger("medha.disk")
 
@@ -79,8 +80,8 @@ class DiskBlocks:
         self._piece_blocks = blocks_at_once(host.block_bytes)
         self._failures = 0  # in a row
         self._condition = threading.Condition()
-        self._reads: deque[_Job] = deque()
-        self._others: deque[_Job] = deque()
+        self._reads: DueQueue[_Job] = DueQueue()
+        self._others: DueQueue[_Job] = DueQueue()
         self._running: dict[str, _Job] = {}  # by thread
         self._report = DiskReport(0)
         self._key = ""  # of the epoch's hashes
@@ -108,7 +109,7 @@ class DiskBlocks:
         self.end_epoch()
         with self._condition:
             self._report, self._send = report, send
-            self._others.append(_Job(None, report))
+            self._others.add(_Job(None, report), _AT_ONCE)
             self._key = key
             self._has_warned = False
             self._condition.notify_all()
@@ -140,11 +141,13 @@ class DiskBlocks:
         if not (work.reads or work.deletes or work.writes):
             return
         with self._condition:
-            self._reads += [
-                _Job(read, self._report) for read in work.reads if not (read.ticket or read.is_stored)
-            ]
-            self._others += [_Job(name, self._report) for name in work.deletes]
-            self._others += [_Job(write, self._report) for write in work.writes]
+            for read in work.reads:
+                if not (read.ticket or read.is_stored):
+                    self._reads.add(_Job(read, self._report), read.due)
+            for name in work.deletes:
+                self._others.add(_Job(name, self._report), _AT_ONCE)
+            for write in work.writes:
+                self._others.add(_Job(write, self._report), _AT_ONCE)
             self._condition.notify_all()
 
     def drain(self, timeout_seconds: float) -> bool:
@@ -168,7 +171,7 @@ class DiskBlocks:
 
     # --- the threads ----------------------------------------------------------------------------------
 
-    def _run(self, name: str, queue: deque[_Job]) -> None:
+    def _run(self, name: str, queue: DueQueue[_Job]) -> None:
         while True:
             with self._condition:
                 self._running.pop(name, None)
@@ -176,7 +179,7 @@ class DiskBlocks:
                 self._condition.wait_for(lambda: self._closing or queue)
                 if self._closing:
                     return
-                job = self._running[name] = queue.popleft()
+                job = self._running[name] = queue.pop()
                 self._moved(job)
             try:
                 self._do(job)

@@ -1,8 +1,8 @@
 """The threads of one rank that read and write objects of the store which replicas share.
 
 The core decides which blocks go where (`medha.kv.store_tier`), and `kv_objects` has the objects. As with files
-(`medha_worker.model.disk_blocks`), nothing here blocks a step: steps hand over work, and threads report what came of it. They
-hold the bytes of an object themselves while they talk to the store, and take the lock only to copy them from or to host blocks.
+(`medha_worker.model.disk_blocks`), nothing here blocks a step: steps hand over work, and threads report what came of it. What
+is due first is read first, and questions come before that. The threads hold the bytes of an object themselves while they talk to the store, and take the lock only to copy them from or to host blocks.
 
 A store may fail or hang for as long as it likes. After an error, work fails at once for some seconds. Work that takes far too
 long is ended by a thread that watches the others: its report is sent, and whatever it may still read reaches no host block.
@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
 from medha.cost.tier_seconds import PARALLEL_READS
+from medha.kv.due_queue import DueQueue
 from medha.kv.lane_replay import HostTierWork, ReadBlocks, StoreBlocks
 from medha.wire.messages import DiskReport, HostDrop, StoreLookup
 from medha_worker.model.disk_blocks import CalledOff, place_rows, run_pieces
@@ -72,8 +73,8 @@ class StoreThreads:
         self._hung_seconds, self._rest_seconds = hung_seconds, rest_seconds
         self._piece_blocks = blocks_at_once(host.block_bytes)
         self._condition = threading.Condition()
-        self._reads: deque[_Job] = deque()  # and lookups
-        self._writes: deque[_Job] = deque()
+        self._reads: DueQueue[_Job] = DueQueue()  # and lookups
+        self._writes: DueQueue[_Job] = DueQueue()
         self._running: dict[threading.Thread, _Job | None] = {}
         self._early: list[StoreLookup] = []  # of an epoch that has not begun here
         self._report: DiskReport | None = None
@@ -138,7 +139,7 @@ class StoreThreads:
             if self._report is None or lookup.epoch > self._report.epoch:
                 self._early = [*self._early, lookup][-_MOST_EARLY:]
             elif lookup.epoch == self._report.epoch and lookup.lane == self._report.lane:
-                self._reads.appendleft(_Job(lookup, self._report))
+                self._reads.add(_Job(lookup, self._report), -inf)
                 self._condition.notify_all()
 
     def submit(self, work: HostTierWork) -> None:
@@ -149,8 +150,10 @@ class StoreThreads:
         with self._condition:
             if self._report is not None:
                 report = self._report
-                self._reads += [_Job(read, report) for read in reads]
-                self._writes += [_Job(write, report) for write in work.stores]
+                for read in reads:
+                    self._reads.add(_Job(read, report), read.due)
+                for write in work.stores:
+                    self._writes.add(_Job(write, report), 0.0)  # in the order of arrival
                 self._condition.notify_all()
 
     def drain(self, timeout_seconds: float) -> bool:
@@ -175,7 +178,7 @@ class StoreThreads:
 
     # --- the threads ----------------------------------------------------------------------------------
 
-    def _run(self, queue: deque[_Job]) -> None:
+    def _run(self, queue: DueQueue[_Job]) -> None:
         here = threading.current_thread()
         while True:
             with self._condition:
@@ -184,7 +187,7 @@ class StoreThreads:
                 self._condition.wait_for(lambda: self._closing or queue)
                 if self._closing:
                     return
-                job = self._running[here] = queue.popleft()
+                job = self._running[here] = queue.pop()
                 job.began = self._clock()
                 fault = self._fault if job.began < self._rests_until else ""
             if fault:
