@@ -53,7 +53,7 @@ class _Job:
     report: DiskReport  # that names rank, lane and epoch
     is_off: bool = False
     moved_at: float = 0.0  # the time of its last progress
-    is_given_up: bool = False  # it was reported as not done
+    is_abandoned: bool = False  # it was reported as not done
 
 
 class DiskBlocks:
@@ -206,7 +206,7 @@ class DiskBlocks:
 
     def _tell(self, job: _Job, **fields: object) -> None:
         with self._condition:
-            if job.is_given_up or (job.is_off and not isinstance(job.work, WriteBlocks)):
+            if job.is_abandoned or (job.is_off and not isinstance(job.work, WriteBlocks)):
                 return
             self._send(replace(job.report, **fields))  # type: ignore[arg-type]
 
@@ -342,10 +342,10 @@ class DiskBlocks:
                 self._reads.clear()
                 self._others.clear()
                 for job in stuck:
-                    if not job.is_given_up:
-                        self._give_up(job)
+                    if not job.is_abandoned:
+                        self._abandon(job)
 
-    def _give_up(self, job: _Job) -> None:
+    def _abandon(self, job: _Job) -> None:
         """Report that work of a disk that hangs was not done; from then on it reaches neither host blocks nor reports."""
         self._switch_off(f"nothing has come of a file for {self._hung_seconds:g} s")
         match job.work:
@@ -355,7 +355,7 @@ class DiskBlocks:
                 self._tell(job, not_written=(file.name,))
             case _:
                 pass
-        job.is_off = job.is_given_up = True
+        job.is_off = job.is_abandoned = True
 
 
 def place_rows(
