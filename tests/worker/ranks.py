@@ -319,6 +319,17 @@ class Ranks:
                 logits |= dict(zip(at, rows, strict=True))
         return samples, logits
 
+    def run_once(self, *arguments: Any, **options: Any) -> dict[str, list[int]]:
+        """Run some steps as `run` does, and close; return the sampled tokens by sequence."""
+        try:
+            samples, _ = self.run(*arguments, **options)
+        finally:
+            self.close()
+        found: dict[str, list[int]] = {}
+        for sample in samples:
+            found.setdefault(sample.id, []).append(sample.token)
+        return found
+
     def close(self) -> None:
         for grid in self._grids:
             grid.close()
