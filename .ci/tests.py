@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 ENGINE = ("tests/serving", "tests/worker")
-COMMANDS = ("tests/cli", "tests/process")
+COMMANDS = ("tests/cli", "tests/process", "tests/pods")
 CAMPAIGN = ("tests/campaign", "tests/chart")
 NODES = tuple(
     f"tests/cluster/test_{name}.py"
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def first_side() -> None:
-    """Run the tests of the engine and of commands, then those on nodes."""
+    """Run the tests of the engine, of commands and of pods, then those on nodes."""
     tests("engine")
     tests("commands")
     for needed, options in NEEDED.items():

@@ -11,7 +11,7 @@ import pytest
 
 from benchmark import benchmark
 
-TOKENS = 250
+TOKENS = 600  # so many that no stream ends before its replica is lost
 SILENCE_SECONDS = 6.0
 KINDS = (
     "kill controller",  # its connection ends
