@@ -1,8 +1,8 @@
 """Write the tables of docs/models.md and docs/performance-models.md that are computed: `python benchmarks/models_page.py`, a part of `make gen`.
 
 Step times of latent attention on GPUs are those of the planner (`medha plan`); those of a CPU are read from
-`results/latents.json`. What experts on lanes would cost is read from `results/experts.json`. The files that a family touches
-are those that name it.
+`results/latents.json`, and those of served models from `results/serve_models.json`. What experts on lanes would cost is read
+from `results/experts.json`. The files that a family touches are those that name it.
 """
 
 from __future__ import annotations
@@ -179,6 +179,25 @@ def _experts_on_gpus() -> str:
     return _table(head, [*rows, last])
 
 
+def _served() -> str:
+    rows = []
+    for row in _results("serve_models")["rows"]:
+        weights = f"{row['weights_bytes'] / 2**20:.1f}"
+        if rows and rows[-1][0] == row["model"]:
+            rows[-1][-1] = f"{row['ratio']:.2f}"
+        else:
+            rows.append(
+                [
+                    row["model"],
+                    "Medha in float32" if ":" in row["model"] else "`transformers`",
+                    weights,
+                    f"{row['ratio']:.2f}",
+                    "",
+                ]
+            )
+    return _table(["Model", "beside", "MiB of weights", "1 stream", "8 streams"], rows)
+
+
 def family_lines() -> dict[str, list[str]]:
     """Return lines by file: all lines of the family's own file, and those of other sources and tests that name it."""
     found = {DECLARED_IN: (ROOT / DECLARED_IN).read_text(encoding="utf-8").splitlines()}
@@ -205,6 +224,7 @@ def _family() -> str:
 PAGES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     ROOT / "docs" / "models.md": {"a family": _family},
     ROOT / "docs" / "performance-models.md": {
+        "served models": _served,
         "latents on GPUs": _latents,
         "latents on a CPU": _latents_here,
         "experts on a CPU": _experts,

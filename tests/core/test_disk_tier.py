@@ -429,9 +429,11 @@ def test_a_load_ends_when_every_rank_has_reported_it() -> None:
     written(disk, (one,))
     disk.begin_load(OnDisk(one.file.name, 2, 5), 7, 5, due=0.0)
     assert disk.loading_blocks == 5
-    assert (disk.blocks_before(-1.0), disk.blocks_before(0.0)) == (0, 5), (
-        "a load that is due at once goes first"
-    )
+    assert (disk.blocks_before(-1.0), disk.blocks_before(0.0)) == (5, 5), "it may have begun"
+    disk.begin_load(OnDisk(one.file.name, 0, 2), 9, 2, due=0.0)
+    assert (disk.blocks_before(-1.0), disk.blocks_before(0.0)) == (5, 7)
+    for rank in range(2):
+        disk.report(DiskReport(rank, loaded=((9, 0.1),)))
     assert disk.report(DiskReport(0, loaded=((7, 0.5),))) == []
     (ended,) = disk.report(DiskReport(1, loaded=((7, 0.2),)))
     assert (ended.extent, ended.blocks, ended.seconds, ended.is_there) == (7, 5, 0.5, True)
@@ -605,14 +607,14 @@ def test_blocks_wait_again_where_they_have_come_back_but_not_while_they_are_read
     host.demote([Branch(hashes, 0, 10, [(0, 10)])])
     gone = host.take_unwritten(64)
     assert gone == Kept(0, hash_range(hashes, 0, 10), "", 0)
-    made = host.begin_load(chain(2, 40), 0, 40, "disk")
+    made = host.begin_load(chain(2, 40), 0, 40, "disk", due=0.0)
     assert made is not None
     assert made[2] == (HostDrop(0),)
     assert host.wait_again(gone) == 10
     assert host.end_load(made[0], is_there=False) == HostDrop(1)
     host.demote([Branch(hashes, 0, 6, [(0, 6)])])
     assert host.take_unwritten(64) == Kept(2, hash_range(hashes, 0, 6), "", 0)
-    made = host.begin_load(hashes, 6, 4, "disk")
+    made = host.begin_load(hashes, 6, 4, "disk", due=0.0)
     assert host.wait_again(gone) == 4, "these are being read"
     assert host.take_unwritten(64) == Kept(2, hash_range(hashes, 0, 6), "", 0)
     host.check()
@@ -712,15 +714,19 @@ def test_a_request_waits_for_slow_reads_for_a_part_of_the_time_that_they_save(
 
 
 @pytest.mark.parametrize(("policy", "loaded"), [("guarded", [50, 5]), ("lars", [50, 5]), ("fcfs", [50])])
-def test_a_short_prompt_does_not_wait_for_the_reads_of_a_long_one_before_it(
+def test_a_short_prompt_waits_for_one_file_of_a_long_one_before_it_alone(
     policy: str, loaded: list[int]
 ) -> None:
-    """To read a block takes half of the time to compute it, so behind 50 of them the short prompt would be computed."""
-    replica = ReplicaWithFiles(host_blocks=160, policy=policy, read_seconds=0.02)
+    """To read a block takes a quarter of the time to compute it: the short prompt is computed if it comes behind 50 of them."""
+    replica = ReplicaWithFiles(host_blocks=160, policy=policy, read_seconds=0.01)
     prompts = {"long": ids(0, 201), "short": ids(1, 21)}
-    chains = {name: HASHER.hashes(prompt) for name, prompt in prompts.items()}
-    parts = [hash_range(one, 0, (len(prompts[name]) - 1) // 4) for name, one in chains.items()]
-    files = [DiskFile(file_name("", part), 0, part) for part in parts]
+    files = []
+    for prompt in prompts.values():
+        hashes = HASHER.hashes(prompt)
+        for start in range(0, (len(prompt) - 1) // 4, 5):
+            before = hash_range(hashes, start - 1, start) if start else ""
+            part = hash_range(hashes, start, start + 5)
+            files.append(DiskFile(file_name(before, part), start, part, before))
     replica.report(found=tuple(files), found_all=True)
     for name, prompt in prompts.items():
         replica.submit(name, prompt)
@@ -730,6 +736,17 @@ def test_a_short_prompt_does_not_wait_for_the_reads_of_a_long_one_before_it(
     assert list(dues.values()) == loaded, "in the order of arrival"
     assert list(dues) == sorted(dues, reverse=True), "what arrived last is due first"
     assert ("short" in replica.admitted) == (policy == "fcfs")
+
+
+def test_a_prompt_that_begins_as_a_long_one_is_computed_rather_than_wait_for_its_reads() -> None:
+    """The blocks that both need are read when they are due for the long prompt, whose one file takes a second."""
+    replica = ReplicaWithFiles(host_blocks=160, read_seconds=0.02)
+    hashes = hash_range(HASHER.hashes(ids(0, 201)), 0, 50)
+    replica.report(found=(DiskFile(file_name("", hashes), 0, hashes),), found_all=True)
+    replica.submit("long", ids(0, 201))
+    assert replica.admitted == {}
+    replica.submit("short", ids(0, 201)[:21])
+    assert replica.admitted == {"short": 0}
 
 
 def test_kv_that_was_read_from_another_replica_waits_to_be_written_once_it_is_there() -> None:

@@ -191,7 +191,7 @@ class DiskMachine(RuleBasedStateMachine):
             if not (in_files := self.disk.match(TEXT[text], at, at + lacks)):
                 continue
             found = in_files[0]
-            began = self.host.begin_load(TEXT[text], at, found.count, "disk")
+            began = self.host.begin_load(TEXT[text], at, found.count, "disk", due=0.0)
             if began is None:
                 return
             extent, count, drops = began

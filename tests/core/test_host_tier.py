@@ -23,6 +23,7 @@ from medha.wire.messages import (
     Fetch,
     Grow,
     HostDrop,
+    HostLoad,
     HostTierFigures,
     KvFetch,
     Sampling,
@@ -190,7 +191,7 @@ def load(tier: HostTier, seed: int, blocks: int, piece: int = 4) -> int:
     loading: list[int] = []
     taken = 0
     for at in range(0, blocks, piece):
-        began = tier.begin_load(hashes(seed, blocks), at, piece, "disk")
+        began = tier.begin_load(hashes(seed, blocks), at, piece, "disk", due=0.0)
         if began is None:
             break
         loading.append(began[0])
@@ -232,15 +233,15 @@ def test_a_load_drops_nothing_that_was_loaded_for_a_request_that_still_waits_for
     """Once the rest has aged by what was turned away, nothing keeps it: its request may have been cancelled."""
     tier = HostTier(30, SIZE, Prices())
     tier.demote([branch(1, 0, 30)])
-    began = tier.begin_load(hashes(2, 25), 0, 25, "disk")
+    began = tier.begin_load(hashes(2, 25), 0, 25, "disk", due=0.0)
     assert began is not None
     assert began[1] == 25
     tier.end_load(began[0], is_there=True)
-    other = tier.begin_load(hashes(3, 25), 0, 25, "disk")
+    other = tier.begin_load(hashes(3, 25), 0, 25, "disk", due=0.0)
     assert other is not None
     assert (other[1], held(tier, 2, 25)) == (5, 25)
     tier.end_load(other[0], is_there=True)
-    assert tier.begin_load(hashes(4, 25), 0, 25, "disk") is None
+    assert tier.begin_load(hashes(4, 25), 0, 25, "disk", due=0.0) is None
     tier.check()
     for seed in range(100, 110):
         tier.demote([branch(seed, 0, 25)])
@@ -253,7 +254,9 @@ def test_blocks_come_from_the_tier_that_they_were_read_from_until_some_are_fetch
     tier.demote([branch(1, 0, 3)])
     sources: tuple[KvTier, ...] = ("disk", "store", "peers")
     for at, source in zip((3, 7, 9), sources, strict=True):
-        began = tier.begin_load(hashes(1, 13), at, {"disk": 4, "store": 2, "peers": 4}[source], source)
+        began = tier.begin_load(
+            hashes(1, 13), at, {"disk": 4, "store": 2, "peers": 4}[source], source, due=0.0
+        )
         assert began is not None
         tier.end_load(began[0], is_there=True)
     found = tier.match(hashes(1, 13), 0, 10)
@@ -272,7 +275,7 @@ def test_avoided_prefill_is_divided_by_the_blocks_of_each_tier() -> None:
         pools.computed(str(seed), blocks * SIZE)
         pools.release(str(seed))
         pools.take_releases()
-    began = pools.tiers[0].begin_load(hashes(1, 12), 3, 9, "store")
+    began = pools.tiers[0].begin_load(hashes(1, 12), 3, 9, "store", due=0.0)
     assert began is not None
     pools.tiers[0].end_load(began[0], is_there=True)
     assert pools.admit("again", 49, 52, block_hashes=hashes(1, 12))
@@ -288,7 +291,7 @@ def test_a_load_drops_nothing_that_is_kept() -> None:
     tier.demote([branch(1, 0, 6)])
     assert load(tier, 2, 4) == 2
     tier.pin(tier.match(hashes(2, 4), 0, 4))
-    assert tier.begin_load(hashes(3, 4), 0, 4, "disk") is None
+    assert tier.begin_load(hashes(3, 4), 0, 4, "disk", due=0.0) is None
     tier.unpin()
     assert load(tier, 3, 4) == 2
     assert (held(tier, 1, 6), held(tier, 2, 4)) == (6, 0)
@@ -565,6 +568,16 @@ def test_a_rank_without_a_tier_does_not_follow_a_controller_that_has_one() -> No
     assert replica.admit(Admit("a", "p", 8, 8, 0, Sampling(), 8)) == []
     with pytest.raises(LedgerMismatch, match="this rank has none"):
         replica.fetch([KvFetch("a", (Fetch(0, 0, 1),))])
+
+
+def test_a_rank_reads_when_the_controller_says_that_it_is_due() -> None:
+    replica = LaneReplay(BlockLedger(8, SIZE), host_blocks=8)
+    loads = [HostLoad("file", 0, 2, due=7.5), HostLoad("object", 1, 3, is_stored=True, due=2.0)]
+    replica.load(loads)
+    reads = replica.take_host_tier_work().reads
+    assert [(one.file, one.start, one.is_stored, one.due) for one in reads] == [
+        (one.file, one.start, one.is_stored, one.due) for one in loads
+    ]
 
 
 def test_copies_pair_the_blocks_of_both_sides_in_order() -> None:

@@ -147,7 +147,7 @@ def host_tier(extents: int, *, served: bool = False) -> tuple[HostTier, str]:
     host, hashes = HostTier(8 * extents, SIZE, Fixed()), chain(10, 4 * extents)
     for name in (10, 20):
         for extent in range(extents):
-            made = host.begin_load(chain(name, 4 * extents), 4 * extent, 4, "disk")
+            made = host.begin_load(chain(name, 4 * extents), 4 * extent, 4, "disk", due=0.0)
             assert made is not None
             host.end_load(made[0], is_there=True)
     if served:

@@ -169,6 +169,21 @@ def test_a_request_that_came_back_is_not_swapped_too_often_or_too_soon(
     assert here.replica.asides == ["long"] * swaps
 
 
+@pytest.mark.parametrize("policy", ["guarded", "fcfs"])
+def test_reads_for_a_request_that_comes_back_have_its_place(traffic: Any, policy: str) -> None:
+    """Its deadline counts from its first arrival, and with `fcfs` it keeps its place."""
+    here = traffic(host_tier=tier(200), tpot_target_seconds=0.2, policy=policy)
+    here.begin_long("decode")
+    request = here.replica.controller.find("long")
+    arrival = request.arrival
+    here.chat("chat", output=4)
+    while here.replica.controller.find("long") is request:
+        assert here.replica.advance()
+    back = here.replica.controller.find("long")
+    assert here.replica.asides == ["long"]
+    assert back.read_due == (arrival if policy == "fcfs" else back.deadline)
+
+
 def test_another_long_request_does_not_take_its_kv_before_it_is_back(traffic: Any) -> None:
     """Its answer would keep the KV for 1.8 s, beyond the deadline of the one that stepped aside."""
     here = traffic(max_swaps=1, host_tier=tier(200), tpot_target_seconds=0.04)

@@ -280,6 +280,15 @@ def submit_of(name: str, prompt: str) -> Submit:
     )
 
 
+def test_objects_are_read_when_they_are_due_for_the_first_of_the_requests_that_wait_for_them() -> None:
+    reader = Replica()
+    for name, seconds in (("late", 60.0), ("soon", 20.0), ("later", 90.0)):
+        reader.handle(replace(submit_of(name, "shared"), deadline_after_seconds=seconds))
+    reader.report(looked_up=((0, 5),))
+    dues = [load.due for step in reader.steps for load in step.loads if load.is_stored]
+    assert dues == [20.0] * 5
+
+
 def test_keys_with_a_salt_of_their_own_share_nothing() -> None:
     reader = Replica()
     reader.submit("q", salt="another key")

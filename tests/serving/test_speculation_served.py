@@ -293,14 +293,11 @@ def chat(served: Served) -> str:
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "shape",
-    [
-        {},
-        pytest.param({"tensor": 2, "stream": 2}, marks=pytest.mark.long),
-        pytest.param({"stream": 2, "kv": 2}, marks=pytest.mark.long),
-    ],
+    [{}, {"tensor": 2, "stream": 2}, {"stream": 2, "kv": 2}],
     ids=["one rank", "grid", "lanes"],
 )
 def test_answers_with_a_head_are_those_of_a_replica_that_does_not_use_it(

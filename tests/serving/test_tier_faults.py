@@ -306,7 +306,7 @@ def test_damaged_objects_are_never_used(
     site, store = with_store(maker, seed, proxy, service)
 
     def has_met() -> bool:
-        """Whether an object was missed: one that is gone is found missing by a look, or by a load."""
+        """Whether an object was missed: one that is gone is found missing by a lookup, or by a load."""
         if how != "gone":
             return bool(status_of(site.controller)["store"]["failures"] > before)
         return site.counted("medha_store_tier_lookups_total") > looked

@@ -108,7 +108,7 @@ class Life:
     ends: dict[str, FinishReason | str] = field(default_factory=dict)
     asides: dict[str, SteppedAside] = field(default_factory=dict)  # by the prompt with which each comes back
     messages: list[KvAsk | KvTicket | KvDone] = field(default_factory=list)  # for other replicas
-    looks: list[StoreLookup] = field(default_factory=list)
+    lookups: list[StoreLookup] = field(default_factory=list)
 
     def handle(self, event: ControllerEvent) -> None:
         for command in self.controller.handle(event, self.now):
@@ -127,7 +127,7 @@ class Life:
                 case KvAsk() | KvTicket() | KvDone():
                     self.messages.append(command)
                 case StoreLookup():
-                    self.looks.append(command)
+                    self.lookups.append(command)
 
     def end(self, name: str, reason: str) -> None:
         assert name not in self.ends, f"{name} ends twice"

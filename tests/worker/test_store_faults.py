@@ -70,7 +70,7 @@ def test_a_service_that_fails_costs_time_only(
         proxy.fault = fault
         caplog.clear()
         told = []
-        for work in (lambda: rank.read(0, ((16, 4),)), lambda: rank.write(1), lambda: rank.look(0)):
+        for work in (lambda: rank.read(0, ((16, 4),)), lambda: rank.write(1), lambda: rank.look_up(0)):
             work()
             (one,) = rank.told()
             told.append(one)
@@ -91,7 +91,7 @@ def test_a_service_that_fails_costs_time_only(
         assert "the store has failed" in caplog.text
         assert SECRET_KEY not in caplog.text
         proxy.fault = ""
-        rank.look(0, 1)
+        rank.look_up(0, 1)
         rank.write(1)
         rank.read(0, ((16, 4),))
         told = rank.told()
@@ -121,7 +121,7 @@ def test_an_object_whose_write_was_killed_is_written_again(proxy: FaultyProxy, s
     fill(host)
     place = StoreSpec(url=f"s3://{BUCKET}/{prefix}", endpoint=proxy.endpoint)
     with closing(Rank(opened(place, host), host)) as rank:
-        rank.look(0)
+        rank.look_up(0)
         assert [one.looked_up for one in rank.told()] == [((7, 0),)]
         rank.write(0)
         rank.told()

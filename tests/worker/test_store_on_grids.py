@@ -71,14 +71,14 @@ class StoreLife(Life):
         super().handle(event)
         reports: list[DiskReport] = []
         ranks_of = self.controller.config.topology.ranks_of_lane
-        for look in self.looks:
+        for look in self.lookups:
             count = 0
             while count < len(look.objects) and look.objects[count] in self.there:
                 count += 1
             reports += [
                 DiskReport(rank, look.lane, looked_up=((look.number, count),)) for rank in ranks_of(look.lane)
             ]
-        self.looks = []
+        self.lookups = []
         for step in self.steps[self.seen :]:
             for eviction in (one for source in (*step.grows, *step.admits) for one in source.evictions):
                 self.extents[eviction.lane] = self.extents.get(eviction.lane, 0)

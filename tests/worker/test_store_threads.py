@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 
 from cluster.binaries import CannotBuild
 from medha.api.kv_cache_spec import StoreSpec
+from medha.cost.tier_seconds import PARALLEL_READS
 from medha.kv.lane_replay import HostTierWork, ReadBlocks, StoreBlocks
 from medha.wire.messages import DiskFile, DiskReport, HostDrop, StoreLookup
 from medha_worker.model.host_blocks import HostBlocks
@@ -271,6 +274,50 @@ def test_work_that_hangs_is_given_up_and_nothing_waits_for_it(host: HostBlocks, 
         assert not [one for one in reports if one.loaded]
     finally:
         may_go_on.set()
+        threads.close()
+
+
+def test_questions_go_before_reads_and_what_is_due_first_before_what_came_first(
+    host: HostBlocks, tmp_path: Path
+) -> None:
+    """All threads hang, and then one of them goes on alone, so that turns are taken one after the other."""
+    began, goes_on, all_go_on = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+    turns: list[str] = []
+
+    class Slow(KvObjects):
+        def has(self, name: str) -> bool:
+            turns.append("question")
+            return False
+
+        def read(self, name: str, start: int, count: int) -> np.ndarray:
+            if name == "first":
+                began.release()
+                while not (goes_on.acquire(timeout=0.01) or all_go_on.is_set()):
+                    pass
+            else:
+                turns.append(name)
+            raise ObjectMissing(name)
+
+    slow = Slow(StoreSpec(url=f"file://{tmp_path}/shared"), IDENTITY, host.block_bytes)
+    threads = StoreThreads(slow, host, time.monotonic)
+    threads.begin_epoch(DiskReport(0, 0, 1), KEY, lambda _: None)
+    read = ReadBlocks("first", 0, 0, ((0, 1),), is_stored=True)
+    try:
+        threads.submit(HostTierWork(reads=(read,) * PARALLEL_READS))
+        for _ in range(PARALLEL_READS):
+            assert began.acquire(timeout=60)
+        dues = {"a": 60.0, "b": 2.0, "c": 60.0, "d": 1.0}
+        reads = tuple(replace(read, file=name, due=due) for name, due in dues.items())
+        threads.submit(HostTierWork(reads=reads))
+        threads.look_up(StoreLookup(1, (content_of(0).name,), 0, 1))
+        goes_on.release()
+        end = time.monotonic() + 60
+        while len(turns) < 5:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert turns == ["question", "d", "b", "a", "c"]
+    finally:
+        all_go_on.set()
         threads.close()
 
 

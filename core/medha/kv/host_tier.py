@@ -310,7 +310,7 @@ class HostTier:
         self._pinned: set[int] = set()  # until `unpin`
         self._kept = Counter[int]()  # extent -> parts of it that tickets and fetches keep
         # Extents that are being read from a file, the store or another replica.
-        self._loading: set[int] = set()
+        self._loading: dict[int, float] = {}  # extents that are being read, with the due times of the reads
         self._served: dict[str, list[Held]] = {}  # ticket -> blocks that another replica may read
         self._served_parts: dict[
             int, Counter[Held]
@@ -810,15 +810,15 @@ class HostTier:
         return found is not None and found.blocks >= stop
 
     def begin_load(
-        self, hashes: str, start: int, count: int, source: KvTier
+        self, hashes: str, start: int, count: int, source: KvTier, due: float
     ) -> tuple[int, int, tuple[HostDrop, ...]] | None:
-        """Give room to blocks that are read from another tier, and are there after `end_load`.
+        """Give room to blocks that are read from another tier, due at `due`, and are there after `end_load`.
 
         Return the same as `take_in`.
         """
         made = self._make_extent(hashes, start, count, is_awaited=True)
         if made is not None:
-            self._loading.add(made[0])
+            self._loading[made[0]] = due
             extent = self._extents[made[0]]
             extent.is_unfetched, extent.read_from = True, source
             self._asked = None
@@ -862,6 +862,10 @@ class HostTier:
     def is_loading(self, extent: int) -> bool:
         return extent in self._loading
 
+    def read_due(self, extent: int) -> float:
+        """Return when the read of an extent is due; -inf if it is not being read."""
+        return self._loading.get(extent, -inf)
+
     def blocks_of(self, extent: int) -> int:
         """Return the number of blocks of an extent that is here."""
         return self._extents[extent].blocks
@@ -871,7 +875,7 @@ class HostTier:
 
         One that `is_in_no_file` waits for the disk tier from then on.
         """
-        self._loading.discard(extent)
+        self._loading.pop(extent, None)
         self._asked = None
         self._offer_again(extent)
         if is_there:

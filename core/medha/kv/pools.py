@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -117,6 +118,7 @@ class _Found:
     fetched: int = 0  # `held` ones; with the reach `disk` also those in files
     chain: str = ""  # the hashes by which they were found
     awaited: int = 0  # fetched ones that are in files, or being read
+    read_due: float = -inf  # latest due time of the reads among these
 
     @property
     def all_blocks(self) -> int:
@@ -217,6 +219,10 @@ class _Lane:
             parts = self._parts(hashes, match.blocks, stop)
             held, fetched = (), sum(one.count for _, one in parts)
             awaited = sum(one.count for _, one in parts if self._is_awaited(one))
+            due = max(
+                (self.tier.read_due(one.extent) for _, one in parts if isinstance(one, Held)), default=-inf
+            )
+            return _Found(match.blocks, match.runs, match.unlocked, held, fetched, hashes, awaited, due)
         return _Found(match.blocks, match.runs, match.unlocked, held, fetched, hashes, awaited)
 
     def _parts(self, hashes: str, start: int, stop: int) -> list[tuple[int, Held | OnDisk]]:
@@ -252,7 +258,7 @@ class _Lane:
                 if self.tier.is_loading(part.extent):
                     awaited.add((lane, part.extent))
                 continue
-            began = self.tier.begin_load(found.chain, at, part.count, "disk")
+            began = self.tier.begin_load(found.chain, at, part.count, "disk", due)
             if began is None:
                 break
             extent, count, drops = began
@@ -349,10 +355,11 @@ class _Lane:
         assert peer_loads is not None
 
         def begin(extent: int, at: int, count: int, drops: tuple[HostDrop, ...]) -> HostLoad:
-            peer_loads.begin(extent, count, due=0.0)  # they are read in any order
+            peer_loads.begin(extent, count, -inf)
             return HostLoad("", before + at, count, lane, drops, ticket)
 
-        return self._load_lacking("peers", chain, hash_count(chain), lane, begin, hash_count(chain))
+        # Peers are read in any order.
+        return self._load_lacking("peers", chain, hash_count(chain), lane, begin, hash_count(chain), -inf)
 
     def load_from_store(
         self, chain: str, objects: int, lane: int, store: StoreTier, due: float
@@ -365,7 +372,7 @@ class _Lane:
             store.begin_load(name, lane, extent, count, due)
             return HostLoad(name, at % size, count, lane, drops, is_stored=True, due=due)
 
-        return self._load_lacking("store", chain, objects * size, lane, begin, size)
+        return self._load_lacking("store", chain, objects * size, lane, begin, size, due)
 
     def _load_lacking(
         self,
@@ -375,6 +382,7 @@ class _Lane:
         lane: int,
         begin: Callable[[int, int, int, tuple[HostDrop, ...]], HostLoad],
         piece: int,
+        due: float,
     ) -> tuple[list[HostLoad], set[tuple[int, int]], set[tuple[int, int]]]:
         """Begin to load the blocks before `stop` that this lane lacks, each time up to the next multiple of `piece`.
 
@@ -394,7 +402,7 @@ class _Lane:
                 at += sum(one.count for one in there)
                 continue
             wanted = self.tier.lacks(chain, at, min(stop, (at // piece + 1) * piece))
-            began = self.tier.begin_load(chain, at, wanted, source)
+            began = self.tier.begin_load(chain, at, wanted, source, due)
             if began is None:
                 break
             extent, count, drops = began
@@ -858,13 +866,15 @@ class KvPools:
         most_tokens = (prompt_tokens - 1) // size * size
         there_tokens = min(sum(one.all_blocks for _, one in found) * size, most_tokens)
         here_tokens, _ = self.expected(prompt_tokens, block_hashes, is_long=is_long)
-        outstanding = max((disk.blocks_before(due) for disk in self.disks), default=0)
+        # Blocks that others have asked for come when they are due for these.
+        latest = max([due, *(one.read_due for _, one in found)])
+        outstanding = max((disk.blocks_before(latest) for disk in self.disks), default=0)
         files = sum(-(-one.awaited // FILE_BLOCKS) for _, one in found)
         load_seconds = self._prices.load_seconds(awaited + outstanding, files)
         from_peers = max((lane.peer_loads.blocks for lane in self._lanes if lane.peer_loads), default=0)
         load_seconds += self._prices.peer_seconds(min(awaited, from_peers)) if from_peers else 0.0
         if self.store is not None:
-            stored = max(self.store.blocks_before(lane, due) for lane in range(len(self._lanes)))
+            stored = max(self.store.loading_blocks(lane) for lane in range(len(self._lanes)))
             objects = -(-stored // self.store.object_blocks)
             load_seconds += self._prices.store_seconds(min(awaited, stored), objects) if stored else 0.0
         saved_seconds = self._saved_seconds(prompt_tokens, here_tokens, there_tokens)

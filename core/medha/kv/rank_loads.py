@@ -43,8 +43,17 @@ class RankLoads:
         return sum(load.blocks for load in self._loads.values())
 
     def blocks_before(self, due: float) -> int:
-        """Return how many blocks are read before those of a new load that is due at `due`."""
-        return sum(load.blocks for load in self._loads.values() if load.due <= due)
+        """Return how many blocks are read before those of a new load that is due at `due`.
+
+        Among them is the largest load that is due later: it may have begun, and no read is interrupted.
+        """
+        before, later = 0, 0
+        for load in self._loads.values():
+            if load.due <= due:
+                before += load.blocks
+            else:
+                later = max(later, load.blocks)
+        return before + later
 
     def begin(self, extent: int, blocks: int, due: float) -> None:
         """Note that ranks read so many blocks into an extent; loads that are due first are read first."""

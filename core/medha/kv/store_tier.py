@@ -178,9 +178,9 @@ class StoreTier:
 
     # --- loads ----------------------------------------------------------------------------------------
 
-    def blocks_before(self, lane: int, due: float) -> int:
-        """Return how many blocks are read on a lane before those of a new load that is due at `due`."""
-        return self._loads[lane].blocks_before(due)
+    def loading_blocks(self, lane: int) -> int:
+        """Return how many blocks are being read on a lane."""
+        return self._loads[lane].blocks
 
     @property
     def busy_blocks(self) -> int:

@@ -659,7 +659,7 @@ class ReplicaController:
         whole = predictor.uncorrected_prefill(0, submit.tokens)
         work_seconds = whole.seconds * predictor.correction.prefill
         targets = self._targets(submit, class_name, work_seconds, before, now)
-        arrival = now - submit.age_seconds
+        arrival = now - submit.age_seconds if before is None else before.arrival
         due = read_due(config.scheduling.policy, arrival, arrival + targets.ttft_seconds)
         awaited = self._pools.begin_loads(submit.tokens, submit.block_hashes, due=due, is_long=may_spread)
         cached_tokens, _ = self._pools.expected(submit.tokens, submit.block_hashes, is_long=may_spread)

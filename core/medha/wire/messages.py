@@ -7,7 +7,8 @@ as long to make: `python benchmarks/scheduler.py` with 256 decodes shows the dif
 
 Rules for all of them:
 
-* Only durations cross process borders (`age_seconds`, `deadline_after_seconds`), never clock readings.
+* Only durations cross process borders (`age_seconds`, `deadline_after_seconds`), never clock readings. The one exception is
+  `HostLoad.due`, which ranks only compare with each other.
 * Token ids never travel inside a message. They travel as raw int32 frames after `Tokens`, on a socket of
   their own, under the name of a *prompt*; requests that sample the same prompt share that name.
 * A step message carries ids and counts, so its size does not grow with the context.

@@ -12,12 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TYPES = {"Meet": "Rendezvous", "MemoryRanOut": "RankOutOfMemory"}
+TYPES = {"Meet": "Rendezvous", "MemoryRanOut": "RankOutOfMemory", "StoreLook": "StoreLookup"}
 FIELDS = {
     "deals": "stripings",
     "rendezvous": "address",
     "given_up_share": "demoted_share",
     "givenUpShare": "demotedShare",
+    "looked": "looked_up",
 }
 
 
