@@ -1,7 +1,7 @@
-"""Write the tables of docs/models.md and docs/performance-models.md that are computed: `python benchmarks/models_page.py`, a part of `make gen`.
+"""Write the tables of docs/models.md, docs/speculation.md and docs/performance-models.md that are computed: `python benchmarks/models_page.py`, a part of `make gen`.
 
 Step times of latent attention on GPUs are those of the planner (`medha plan`); those of a CPU are read from
-`results/latents.json`, and those of served models from `results/serve_models.json`. What experts on lanes would cost is read
+`results/latents.json`, those of served models from `results/serve_models.json`, and those of guesses from `results/speculate.json`. What experts on lanes would cost is read
 from `results/experts.json`. The files that a family touches are those that name it.
 """
 
@@ -198,6 +198,29 @@ def _served() -> str:
     return _table(["Model", "beside", "MiB of weights", "1 stream", "8 streams"], rows)
 
 
+def _guesses() -> str:
+    rows = []
+    names = {"promptLookup": "prompt lookup", "draftModel": "draft model", "vLLM ngram": "vLLM, n-grams"}
+    last: tuple[str, int] | None = None
+    for row in _results("speculate")["rows"]:
+        case = (row["workload"], row["streams"])
+        verified = f"{100 * row['accepted_share']:.0f} % of {row['drafted']:,.0f}"
+        rows.append(
+            [
+                f"`{case[0]}`" if case != last else "",
+                str(case[1]) if case != last else "",
+                names[row["method"]],
+                f"{row['plain_tokens_per_second']:,.0f}",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['ratio']:.2f}",
+                verified if row["drafted"] else "none verified",
+            ]
+        )
+        last = case
+    head = ["Workload", "Streams", "Guesses", "Plain, tokens/s", "Tokens/s", "Factor", "Guesses right"]
+    return _table(head, rows)
+
+
 def family_lines() -> dict[str, list[str]]:
     """Return lines by file: all lines of the family's own file, and those of other sources and tests that name it."""
     found = {DECLARED_IN: (ROOT / DECLARED_IN).read_text(encoding="utf-8").splitlines()}
@@ -223,6 +246,7 @@ def _family() -> str:
 
 PAGES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     ROOT / "docs" / "models.md": {"a family": _family},
+    ROOT / "docs" / "speculation.md": {"guesses on a CPU": _guesses},
     ROOT / "docs" / "performance-models.md": {
         "served models": _served,
         "latents on GPUs": _latents,
