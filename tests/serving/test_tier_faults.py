@@ -13,11 +13,12 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -34,7 +35,15 @@ from small_disk import small_disk
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 from .test_failures import processes
 from .test_host_tier_served import total
-from .tier_leaks import header_of, remains_in_files, remains_in_store, status_of, wait_for, wait_released
+from .tier_leaks import (
+    blocks_in,
+    header_of,
+    remains_in_files,
+    remains_in_store,
+    status_of,
+    wait_for,
+    wait_released,
+)
 
 pytest.importorskip("obstore")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
@@ -143,14 +152,22 @@ class Site:
         self.ask(0)
         return self.exact > before
 
-    def check(self, store: Path | None, *, are_files_gone: bool = False) -> None:
-        """Ask about all documents again, and count what is left in each tier."""
+    def check(
+        self,
+        store: Path | None,
+        *,
+        are_files_gone: bool = False,
+        damaged: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Ask about all documents again, and count what is left in each tier; the options are those of `remains_in_files`."""
         wait_for("an answer", self.answers)
         self.ask_all()
         self.served.wait_idle(60)
         wait_released(self.controller)
         if store is None:
-            assert not remains_in_files(self.files, status_of(self.controller), are_files_gone=are_files_gone)
+            assert not remains_in_files(
+                self.files, status_of(self.controller), are_files_gone=are_files_gone, damaged=damaged
+            )
         else:
             wait_for("whole objects only", lambda: not remains_in_store(store))
         assert self.exact > DOCUMENTS
@@ -325,9 +342,11 @@ def test_damaged_files_are_never_used(seed: int, how: str, maker: Maker, tmp_pat
     site = with_files(maker, seed, tmp_path / "files")
     wait_written(site)
     before = site.disk_failures()
-    damage(sorted(site.files.rglob("*.kv")), how)
+    files = sorted(site.files.rglob("*.kv"))
+    blocks = {path.name: blocks_in(path) for path in files}
+    damage(files, how)
     site.ask_until(f"{how} files", lambda: site.disk_failures() > before)
-    site.check(None, are_files_gone=how == "gone")
+    site.check(None, are_files_gone=how == "gone", damaged=blocks)
     assert site.errors == 0
 
 

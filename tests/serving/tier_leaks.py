@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -68,18 +69,24 @@ def wait_released(controller: str, timeout_seconds: float = 60) -> None:
 
 
 def remains_in_files(
-    directory: Path, status: dict[str, Any], *, are_files_gone: bool = False
+    directory: Path,
+    status: dict[str, Any],
+    *,
+    are_files_gone: bool = False,
+    damaged: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Return the files of a disk tier that are no whole files, and the blocks of whole ones that its replica does not count.
 
     A replica counts the blocks of a file that somebody has removed until it reads that file, so `are_files_gone` allows them.
+    `damaged` has the blocks that files had before somebody exchanged their contents, by name.
     """
     files = [path for path in directory.rglob("*") if path.is_file()]
     unfinished = [path for path in files if path.suffix not in (SUFFIX, "") or path.name.startswith("probe")]
     by_rank: dict[Path, int] = {}
     for path in files:
         if path.suffix == SUFFIX:
-            by_rank[path.parent] = by_rank.get(path.parent, 0) + blocks_in(path)
+            blocks = damaged[path.name] if path.name in damaged else blocks_in(path)
+            by_rank[path.parent] = by_rank.get(path.parent, 0) + blocks
     tiers = [lane["disk_tier"] for lane in status["lanes"]]
     counted = max(tier["held"] for tier in tiers)
     beside = max((blocks - counted for blocks in by_rank.values()), default=0)
