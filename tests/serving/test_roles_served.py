@@ -5,8 +5,10 @@ The texts to compare with are computed by the decoding replica alone, which does
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +25,8 @@ from .tier_leaks import controller_of, wait_released
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 PROMPT_TOKENS = 3000
-ROUNDS = 8
+MOVE_SECONDS = 75.0
+"""Time within which a request moves: a peer that failed is not asked for 30 s."""
 """Most prompts that are asked about until one is moved with its KV."""
 HELD_SECONDS = 180.0
 """Longest time for which a ticket may be kept whose reader has died, and more: 30 s, and eight times the time of reading."""
@@ -183,9 +186,11 @@ def moved(
 ) -> tuple[list[int], str]:
     """Return a prompt and the text that follows it, with a replica that was killed at a point of the move.
 
-    Whether KV is read or computed depends on predicted times. So several prompts may be asked about.
+    Whether KV is read or computed depends on predicted times, and a peer that failed in the test before is not asked for a
+    while. So several prompts may be asked about.
     """
-    for number in range(first, first + ROUNDS):
+    end = time.monotonic() + MOVE_SECONDS
+    for number in itertools.count(first):
         prompt = new_prompt(1000 * number + HAND_OVER_POINTS.index(point))
         site.points.hold(point)
         asked = site.later(prompt, "killed", temperature=temperature)
@@ -194,6 +199,9 @@ def moved(
             site.points.release(point)
             return prompt, str(asked.result()[0]["text"])
         site.points.release(point)
+        if time.monotonic() > end:
+            break
+        time.sleep(0.5)
     pytest.fail(f"in vain: a move that comes to the point {point}")
 
 
