@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 PROMPT_TOKENS = 3000
 MOVE_SECONDS = 75.0
 """Time within which a request moves: a peer that failed is not asked for 30 s."""
-"""Most prompts that are asked about until one is moved with its KV."""
 HELD_SECONDS = 180.0
 """Longest time for which a ticket may be kept whose reader has died, and more: 30 s, and eight times the time of reading."""
 SPEC = {"kvCache": {"size": "64Mi", "tiers": {"host": {"size": "96Mi"}, "peers": {"bandwidth": "1Gi"}}}}
