@@ -309,8 +309,8 @@ class HostTier:
         self._aged = 0.0  # worth of what was dropped last
         self._pinned: set[int] = set()  # until `unpin`
         self._kept = Counter[int]()  # extent -> parts of it that tickets and fetches keep
-        # Extents that are being read from a file, the store or another replica.
-        self._loading: dict[int, float] = {}  # extents that are being read, with the due times of the reads
+        # Extents that are being read from a file, the store or another replica, and when the reads are due.
+        self._loading: dict[int, float] = {}
         self._served: dict[str, list[Held]] = {}  # ticket -> blocks that another replica may read
         self._served_parts: dict[
             int, Counter[Held]
