@@ -365,7 +365,8 @@ def outcome_of(phases: Sequence[Row]) -> Row:
     outcomes = {phase["outcome"] for phase in ended}
     outcome = next((one for one in ("failed", "skipped") if one in outcomes), "passed")
     row: Row = {"outcome": outcome, "seconds": round(sum(phase["seconds"] for phase in ended), 1)}
-    output = "\n".join(phase["output"] for phase in ended if phase["output"])
+    # Results are committed, so they name no folder of this machine.
+    output = "\n".join(phase["output"] for phase in ended if phase["output"]).replace(f"{ROOT}/", "")
     return row | ({"output": f"{output}\n"} if output else {})
 
 
