@@ -237,7 +237,7 @@ CONTROLLER_METRICS = (
     Metric("medha_peer_kv_offered_bytes", "counter", "bytes", "KV that other replicas were let read, on one rank of each lane."),
     Metric("medha_peer_kv_failures", "counter", "", "Reads of other replicas' KV that have failed; counted for each lane. The KV is computed."),
     Metric("medha_store_tier_rests", "gauge", "", "1 while the store is left alone, because it has failed ([KV tiers](kv-tiers.md#a-store-that-replicas-share)); `/status` has the error."),
-    Metric("medha_store_tier_lookups", "counter", "sequences", "Prompts for which ranks looked what the store has."),
+    Metric("medha_store_tier_lookups", "counter", "sequences", "Prompts that ranks have looked up in the store."),
     Metric("medha_store_tier_hits", "counter", "sequences", "Prompts for which KV was read from the store."),
     Metric("medha_store_tier_loaded_bytes", "counter", "bytes", "KV read from the store into the host tier, on one rank of each lane."),
     Metric("medha_store_tier_written_bytes", "counter", "bytes", "KV that was written to the store, or was found there when it was to be written, on one rank of each lane."),

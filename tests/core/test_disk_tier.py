@@ -314,7 +314,7 @@ def test_a_file_waits_until_others_that_are_read_or_written_leave_room_for_it() 
     disk = tier(blocks=12)
     read = write(disk, chain(1, 4))
     written(disk, read)
-    disk.begin_load(OnDisk(read[0].file.name, 0, 4), 5, 4, due=0.0)
+    disk.begin_load(OnDisk(read[0].file.name, 0, 4), 5, 4)
     assert (disk.has_place, write(disk, chain(2, 12))) == (False, ())
     for rank in range(2):
         disk.report(DiskReport(rank, loaded=((5, 0.1),)))
@@ -352,7 +352,7 @@ def test_a_file_waits_if_others_that_are_read_would_have_to_make_room_for_it() -
     for text in (other, hash_range(hashes, 0, 2 * FILE_BLOCKS)):
         written(disk, write(disk, text))
     for extent, found in enumerate(disk.match(other, 0, 2 * FILE_BLOCKS)):
-        disk.begin_load(found, extent, FILE_BLOCKS, due=0.0)
+        disk.begin_load(found, extent, FILE_BLOCKS)
     waiting(disk).kept.append(end)
     assert disk.write(0) == ()
     assert (waiting(disk).again, disk.has_place) == ([end.hashes], False), (
@@ -427,17 +427,12 @@ def test_a_load_ends_when_every_rank_has_reported_it() -> None:
     disk, hashes = tier(), chain(1, 10)
     (one,) = write(disk, hashes)
     written(disk, (one,))
-    disk.begin_load(OnDisk(one.file.name, 2, 5), 7, 5, due=0.0)
+    disk.begin_load(OnDisk(one.file.name, 2, 5), 7, 5)
     assert disk.loading_blocks == 5
-    assert (disk.blocks_before(-1.0), disk.blocks_before(0.0)) == (5, 5), "it may have begun"
-    disk.begin_load(OnDisk(one.file.name, 0, 2), 9, 2, due=0.0)
-    assert (disk.blocks_before(-1.0), disk.blocks_before(0.0)) == (5, 7)
-    for rank in range(2):
-        disk.report(DiskReport(rank, loaded=((9, 0.1),)))
     assert disk.report(DiskReport(0, loaded=((7, 0.5),))) == []
     (ended,) = disk.report(DiskReport(1, loaded=((7, 0.2),)))
     assert (ended.extent, ended.blocks, ended.seconds, ended.is_there) == (7, 5, 0.5, True)
-    disk.begin_load(OnDisk(one.file.name, 2, 5), 8, 5, due=0.0)
+    disk.begin_load(OnDisk(one.file.name, 2, 5), 8, 5)
     assert disk.report(DiskReport(0, not_loaded=(8,), damaged=(one.file.name,))) == []
     (ended,) = disk.report(DiskReport(1, loaded=((8, 0.2),)))
     assert not ended.is_there
@@ -452,8 +447,8 @@ def test_a_load_of_a_removed_file_leaves_its_successor_alone(is_there: bool) -> 
     disk, hashes = tier(blocks=10, ranks=1), chain(1, 10)
     (one,) = write(disk, hashes)
     written(disk, (one,), ranks=1)
-    disk.begin_load(OnDisk(one.file.name, 0, 5), 7, 5, due=0.0)
-    disk.begin_load(OnDisk(one.file.name, 5, 5), 8, 5, due=0.0)
+    disk.begin_load(OnDisk(one.file.name, 0, 5), 7, 5)
+    disk.begin_load(OnDisk(one.file.name, 5, 5), 8, 5)
     disk.report(DiskReport(0, not_loaded=(7,), damaged=(one.file.name,)))
     written(disk, write(disk, hashes), ranks=1)
     report = DiskReport(0, loaded=((8, 0.1),)) if is_there else DiskReport(0, not_loaded=(8,))
@@ -468,7 +463,7 @@ def test_a_rank_without_a_disk_switches_the_tier_off() -> None:
     disk, hashes = tier(), chain(1, 10)
     (one,) = write(disk, hashes)
     written(disk, (one,))
-    disk.begin_load(OnDisk(one.file.name, 0, 10), 3, 10, due=0.0)
+    disk.begin_load(OnDisk(one.file.name, 0, 10), 3, 10)
     disk.report(DiskReport(1, fault="no space"))
     assert disk.fault == "rank 1: no space"
     assert disk.match(hashes, 0, 10) == []

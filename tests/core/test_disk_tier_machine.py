@@ -195,7 +195,7 @@ class DiskMachine(RuleBasedStateMachine):
             if began is None:
                 return
             extent, count, drops = began
-            self.disk.begin_load(found, extent, count, due=0.0)
+            self.disk.begin_load(found, extent, count)
             self.disk.use([found])
             for rank in self.ranks:
                 assert found.file in rank.files

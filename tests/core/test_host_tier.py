@@ -570,6 +570,18 @@ def test_a_rank_without_a_tier_does_not_follow_a_controller_that_has_one() -> No
         replica.fetch([KvFetch("a", (Fetch(0, 0, 1),))])
 
 
+def test_what_is_due_later_delays_a_read_by_one_read_at_most() -> None:
+    tier = HostTier(100, SIZE, Prices())
+    for seed, blocks, source, due in (
+        (1, 5, "disk", 4.0),
+        (2, 7, "disk", 9.0),
+        (3, 6, "disk", 9.0),
+        (4, 30, "store", 0.0),
+    ):
+        assert tier.begin_load(hashes(seed, blocks), 0, blocks, source, due) is not None  # type: ignore[arg-type]
+    assert [tier.blocks_before("disk", due) for due in (3.0, 4.0, 9.0)] == [7, 12, 18]
+
+
 def test_a_rank_reads_when_the_controller_says_that_it_is_due() -> None:
     replica = LaneReplay(BlockLedger(8, SIZE), host_blocks=8)
     loads = [HostLoad("file", 0, 2, due=7.5), HostLoad("object", 1, 3, is_stored=True, due=2.0)]

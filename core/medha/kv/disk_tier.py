@@ -201,17 +201,13 @@ class DiskTier:
 
     # --- loads ----------------------------------------------------------------------------------------
 
-    def blocks_before(self, due: float) -> int:
-        """Return how many blocks are read before those of a new load that is due at `due`."""
-        return self._loads.blocks_before(due)
-
-    def begin_load(self, found: OnDisk, extent: int, count: int, due: float) -> None:
+    def begin_load(self, found: OnDisk, extent: int, count: int) -> None:
         """Note that ranks read the first `count` blocks of `found` into an extent of the host tier."""
         file = self._files[found.file]
         if not file.is_in_use:
             self._in_use += file.blocks
         file.loads += 1
-        self._loads.begin(extent, count, due)
+        self._loads.begin(extent, count)
         self._loaded[extent] = file
 
     def use(self, found: Iterable[OnDisk]) -> None:

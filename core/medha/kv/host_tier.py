@@ -309,7 +309,7 @@ class HostTier:
         self._aged = 0.0  # worth of what was dropped last
         self._pinned: set[int] = set()  # until `unpin`
         self._kept = Counter[int]()  # extent -> parts of it that tickets and fetches keep
-        # Extents that are being read from a file, the store or another replica, and when the reads are due.
+        # Extents that are being read from a file, the store or another replica, and when the reads are due (seconds).
         self._loading: dict[int, float] = {}
         self._served: dict[str, list[Held]] = {}  # ticket -> blocks that another replica may read
         self._served_parts: dict[
@@ -858,6 +858,22 @@ class HostTier:
     def fetching_blocks(self) -> int:
         """Blocks of fetches of which something is still to be copied."""
         return sum(one.count for held in self._fetching.values() for one in held)
+
+    def blocks_before(self, source: KvTier, due: float) -> int:
+        """Return how many blocks are read from a tier before those of a new read that is due at `due`.
+
+        Among them are those of the largest read that is due later: it may have begun, and no read is interrupted.
+        """
+        before, later = 0, 0
+        for number, read_due in self._loading.items():
+            extent = self._extents[number]
+            if extent.read_from != source:
+                continue
+            if read_due <= due:
+                before += extent.blocks
+            else:
+                later = max(later, extent.blocks)
+        return before + later
 
     def is_loading(self, extent: int) -> bool:
         return extent in self._loading

@@ -118,7 +118,7 @@ class _Found:
     fetched: int = 0  # `held` ones; with the reach `disk` also those in files
     chain: str = ""  # the hashes by which they were found
     awaited: int = 0  # fetched ones that are in files, or being read
-    read_due: float = -inf  # latest due time of the reads among these
+    read_due: float = -inf  # latest due time of those that are being read, seconds
 
     @property
     def all_blocks(self) -> int:
@@ -263,7 +263,7 @@ class _Lane:
                 break
             extent, count, drops = began
             assert self.disk is not None
-            self.disk.begin_load(part, extent, count, due)
+            self.disk.begin_load(part, extent, count)
             from_files.append(part)
             loads.append(HostLoad(part.file, part.start, count, lane, drops, due=due))
             awaited.add((lane, extent))
@@ -355,7 +355,7 @@ class _Lane:
         assert peer_loads is not None
 
         def begin(extent: int, at: int, count: int, drops: tuple[HostDrop, ...]) -> HostLoad:
-            peer_loads.begin(extent, count, -inf)
+            peer_loads.begin(extent, count)
             return HostLoad("", before + at, count, lane, drops, ticket)
 
         # Peers are read in any order.
@@ -369,7 +369,7 @@ class _Lane:
 
         def begin(extent: int, at: int, count: int, drops: tuple[HostDrop, ...]) -> HostLoad:
             name = store.object(chain, at // size).name
-            store.begin_load(name, lane, extent, count, due)
+            store.begin_load(name, lane, extent, count)
             return HostLoad(name, at % size, count, lane, drops, is_stored=True, due=due)
 
         return self._load_lacking("store", chain, objects * size, lane, begin, size, due)
@@ -866,9 +866,9 @@ class KvPools:
         most_tokens = (prompt_tokens - 1) // size * size
         there_tokens = min(sum(one.all_blocks for _, one in found) * size, most_tokens)
         here_tokens, _ = self.expected(prompt_tokens, block_hashes, is_long=is_long)
-        # Blocks that others have asked for come when they are due for these.
+        # Blocks that another request has asked for are read when that request is due.
         latest = max([due, *(one.read_due for _, one in found)])
-        outstanding = max((disk.blocks_before(latest) for disk in self.disks), default=0)
+        outstanding = max((tier.blocks_before("disk", latest) for tier in self.tiers), default=0)
         files = sum(-(-one.awaited // FILE_BLOCKS) for _, one in found)
         load_seconds = self._prices.load_seconds(awaited + outstanding, files)
         from_peers = max((lane.peer_loads.blocks for lane in self._lanes if lane.peer_loads), default=0)

@@ -11,7 +11,6 @@ from medha.wire.messages import DiskReport
 @dataclass(slots=True)
 class _Load:
     blocks: int
-    due: float
     ranks: set[int]  # that have not reported it
     seconds: float = 0.0  # of the slowest rank
     failed: bool = False
@@ -42,22 +41,9 @@ class RankLoads:
         """Blocks that are being read."""
         return sum(load.blocks for load in self._loads.values())
 
-    def blocks_before(self, due: float) -> int:
-        """Return how many blocks are read before those of a new load that is due at `due`.
-
-        Among them is the largest load that is due later: it may have begun, and no read is interrupted.
-        """
-        before, later = 0, 0
-        for load in self._loads.values():
-            if load.due <= due:
-                before += load.blocks
-            else:
-                later = max(later, load.blocks)
-        return before + later
-
-    def begin(self, extent: int, blocks: int, due: float) -> None:
-        """Note that ranks read so many blocks into an extent; loads that are due first are read first."""
-        self._loads[extent] = _Load(blocks, due, set(self.ranks))
+    def begin(self, extent: int, blocks: int) -> None:
+        """Note that ranks read so many blocks into an extent."""
+        self._loads[extent] = _Load(blocks, set(self.ranks))
 
     def report(self, report: DiskReport) -> list[Loaded]:
         """Take a rank's report; return the loads that have ended with it."""

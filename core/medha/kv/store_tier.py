@@ -187,9 +187,9 @@ class StoreTier:
         """Blocks that are being read or written, on all lanes."""
         return sum(self._writing_blocks) + sum(loads.blocks for loads in self._loads)
 
-    def begin_load(self, name: str, lane: int, extent: int, blocks: int, due: float) -> None:
+    def begin_load(self, name: str, lane: int, extent: int, blocks: int) -> None:
         """Note that ranks read so many blocks of an object into an extent of a lane's host tier."""
-        self._loads[lane].begin(extent, blocks, due)
+        self._loads[lane].begin(extent, blocks)
         self._objects[lane, extent] = name
 
     # --- writes ---------------------------------------------------------------------------------------

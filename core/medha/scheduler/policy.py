@@ -56,9 +56,9 @@ class Columns:
 
 
 def read_due(policy: str, arrival: float, deadline: float) -> float:
-    """Return when KV that a request waits for is due: files and objects are read in the order of these times.
+    """Return when the reads that a request waits for are due (seconds, controller's clock).
 
-    Reads take no part in the slack of prefills, so their order is that of deadlines, or of arrival with `fcfs`.
+    Files and objects are read in this order: by deadline, or by arrival with `fcfs`.
     """
     return arrival if policy == "fcfs" else deadline
 

@@ -92,7 +92,7 @@ class Request:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the chunks that are computed
     grammar: str = ""  # name of its grammar; empty: it has none
     awaits_grammar: bool = False  # until it is compiled, the last position of its prompt is not computed
-    read_due: float = 0.0  # when what it waits for should be read (`medha.scheduler.policy`)
+    read_due: float = 0.0  # due time of the reads that it waits for (`medha.scheduler.policy`)
     awaits_load: bool = False  # until a tier has loaded what it has of its prompt, it gets no KV
     fetches: bool = False  # some of its blocks are still to be copied from a host tier
     draft: tuple[int, ...] = ()  # guesses at the tokens after those that have arrived
