@@ -1,8 +1,9 @@
-"""Write the tables of docs/models.md, docs/speculation.md and docs/performance-models.md that are computed: `python benchmarks/models_page.py`, a part of `make gen`.
+"""Write the computed tables of three pages: `python benchmarks/models_page.py`, a part of `make gen`.
 
-Step times of latent attention on GPUs are those of the planner (`medha plan`); those of a CPU are read from
-`results/latents.json`, those of served models from `results/serve_models.json`, and those of guesses from `results/speculate.json`. What experts on lanes would cost is read
-from `results/experts.json`. The files that a family touches are those that name it.
+The pages are docs/models.md, docs/speculation.md and docs/performance-models.md. Step times of latent attention on GPUs are
+those of the planner (`medha plan`); those of a CPU are read from `results/latents.json`. Rates of served models come from
+`results/serve_models.json`, those of guesses from `results/speculate.json`, and what experts on lanes would cost from
+`results/experts.json`. The files that a family touches are those that name it.
 """
 
 from __future__ import annotations

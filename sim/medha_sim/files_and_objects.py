@@ -1,8 +1,9 @@
 """Files and objects behind the host tiers of simulated replicas (`medha.kv.disk_tier`, `medha.kv.store_tier`).
 
 A real rank has threads that read and write beside its steps. Here, each lane has as many of them, and their work takes the time
-that the replica's config states. No read waits for a write, and reads that are due first come first. Work begins once the step that asks for it has begun in the last
-stage. Nothing fails, and the store itself is never the bottleneck, however many replicas use it.
+that the replica's config states. No read waits for a write, and reads begin in the order of due times. Work begins once the step
+that asks for it has begun in the last stage. Nothing fails, and the store itself is never the bottleneck, however many replicas
+use it.
 """
 
 from __future__ import annotations

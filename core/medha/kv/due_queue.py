@@ -23,8 +23,8 @@ class DueQueue(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         return (item for _, _, item in self._heap)
 
-    def add(self, item: Item, due: float) -> None:
-        """Add an item that is due at `due`, in seconds of any one clock."""
+    def add(self, item: Item, due: float = 0.0) -> None:
+        """Add an item that is due at `due`, in seconds of any one clock. Items without a due time come in the order of arrival."""
         heappush(self._heap, (due, next(self._numbers), item))
 
     def pop(self) -> Item:

@@ -1,7 +1,7 @@
 """The disk tier of one rank: threads that copy KV blocks between the host tier and files.
 
 The core decides which blocks go where (`medha.kv.disk_tier`), and `kv_files` has the files. Nothing here blocks a step: steps
-hand over work, and the threads report what came of it. One thread reads, what is due first before the rest. Another one writes
+hand over work, and the threads report what came of it. One thread reads, in the order of due times. Another one writes
 and deletes. So requests wait for reads, but not for writes. The core does not have a file deleted while it is read.
 
 Steps and threads share host blocks. A thread takes the lock to copy a few blocks from or to them. A step that drops
@@ -38,7 +38,6 @@ _HUNG_SECONDS = 30.0
 """Time without any progress after which the disk counts as hung."""
 _WATCH_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
-_AT_ONCE = 0.0  # due time of what is done in the order of arrival
 
 _log = logging.getLogger("medha.disk")
 
@@ -109,7 +108,7 @@ class DiskBlocks:
         self.end_epoch()
         with self._condition:
             self._report, self._send = report, send
-            self._others.add(_Job(None, report), _AT_ONCE)
+            self._others.add(_Job(None, report))
             self._key = key
             self._has_warned = False
             self._condition.notify_all()
@@ -145,9 +144,9 @@ class DiskBlocks:
                 if not (read.ticket or read.is_stored):
                     self._reads.add(_Job(read, self._report), read.due)
             for name in work.deletes:
-                self._others.add(_Job(name, self._report), _AT_ONCE)
+                self._others.add(_Job(name, self._report))
             for write in work.writes:
-                self._others.add(_Job(write, self._report), _AT_ONCE)
+                self._others.add(_Job(write, self._report))
             self._condition.notify_all()
 
     def drain(self, timeout_seconds: float) -> bool:

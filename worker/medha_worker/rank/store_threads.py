@@ -1,8 +1,9 @@
 """The threads of one rank that read and write objects of the store which replicas share.
 
 The core decides which blocks go where (`medha.kv.store_tier`), and `kv_objects` has the objects. As with files
-(`medha_worker.model.disk_blocks`), nothing here blocks a step: steps hand over work, and threads report what came of it. What
-is due first is read first, and questions come before that. The threads hold the bytes of an object themselves while they talk to the store, and take the lock only to copy them from or to host blocks.
+(`medha_worker.model.disk_blocks`), nothing here blocks a step: steps hand over work, and threads report what came of it. They
+answer questions first, and then read in the order of due times. They hold the bytes of an object themselves while they talk to
+the store, and take the lock only to copy them from or to host blocks.
 
 A store may fail or hang for as long as it likes. After an error, work fails at once for some seconds. Work that takes far too
 long is ended by a thread that watches the others: its report is sent, and whatever it may still read reaches no host block.
@@ -153,7 +154,7 @@ class StoreThreads:
                 for read in reads:
                     self._reads.add(_Job(read, report), read.due)
                 for write in work.stores:
-                    self._writes.add(_Job(write, report), 0.0)  # in the order of arrival
+                    self._writes.add(_Job(write, report))
                 self._condition.notify_all()
 
     def drain(self, timeout_seconds: float) -> bool:
