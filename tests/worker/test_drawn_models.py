@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from . import ranks as ranks_module
 from .quantised_models import bend, quantise_checkpoint, quantise_experts_of, with_sizes
 from .random_steps import STRATEGIES, Cut, Query, asked
 from .ranks import Ranks
-from .test_exactness import check, new_planner, smallest_window_pool
+from .test_exactness import TOLERANCE, check, new_planner, smallest_window_pool, tokens_before_a_tie
 from .test_model_transformer import save_reference
 
 pytestmark = pytest.mark.timeout(1800)  # an example may take seconds where other tests run beside it
@@ -157,13 +158,14 @@ def drawn_models(draw: st.DrawFn, most_ranks: int) -> Drawn:
         groups, in_group = whole(1, 3), whole(2, 3)
         kept = whole(1, groups)
         width = head_dim if scheme else 1
-        # transformers views pairs of numbers behind the latent of DeepSeek-V2 as complex, which must begin at an even place.
-        unit_of_latents = 2 if family == "deepseek_v2" else 1
+        # transformers views pairs of numbers of DeepSeek-V2 as complex, which must begin at an even place: behind the latent,
+        # and behind the part of a query without positions.
+        even = 2 if family == "deepseek_v2" else 1
         sizes |= {
             "num_key_value_heads": heads,
             "q_lora_rank": draw(st.sampled_from([None, 8, 24])),
-            "kv_lora_rank": 8 * whole(1, 4) if scheme else unit_of_latents * whole(2, 33 // unit_of_latents),
-            "qk_nope_head_dim": width * whole(1, 2) if scheme else whole(2, 20),
+            "kv_lora_rank": 8 * whole(1, 4) if scheme else even * whole(2, 33 // even),
+            "qk_nope_head_dim": width * whole(1, 2) if scheme else even * whole(2, 20 // even),
             "qk_rope_head_dim": 8 if scheme else 2 * whole(1, 9),
             "v_head_dim": width * whole(1, 2) if scheme else whole(2, 20),
             "n_routed_experts": groups * in_group,
@@ -197,6 +199,33 @@ def refusal_of(config: ModelConfig, topology: Topology) -> str | None:
     except ConfigInvalid as refusal:
         return str(refusal)
     return None
+
+
+@torch.inference_mode()
+def rounding_of(reference: torch.nn.Module, vocab: int) -> float:
+    """Return how far logits of `transformers` move, at most, if each product is rounded once more, over random texts.
+
+    Wide models with large weights make such a difference many times larger from layer to layer.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def rounded(_: torch.nn.Module, __: object, product: torch.Tensor) -> torch.Tensor:
+        """Move each number by some units in the last place of its row's largest, as another order of sums does."""
+        unit = torch.finfo(product.dtype).eps * product.abs().amax(-1, keepdim=True)
+        return product + unit * torch.randn(product.shape, generator=generator)
+
+    largest = 0.0
+    for ids in torch.randint(vocab, (4, 64), generator=generator):
+        certain = ids[: tokens_before_a_tie(reference, ids)]
+        if not len(certain):
+            continue
+        before = reference(certain[None]).logits
+        with ExitStack() as hooks:
+            for module in reference.modules():
+                if isinstance(module, torch.nn.Linear):
+                    hooks.callback(module.register_forward_hook(rounded).remove)
+            largest = max(largest, float((reference(certain[None]).logits - before).abs().max()))
+    return largest
 
 
 def examine(one: Drawn, *, compiles: bool) -> None:
@@ -239,11 +268,22 @@ def examine(one: Drawn, *, compiles: bool) -> None:
                 vocab=one.sizes["vocab_size"],
                 window_pool=smallest_window_pool(ranks) if frees else None,
             )
-            check(ranks, reference, planner, one.requests, one.strategies, 1)
+            tolerance = max(TOLERANCE, rounding_of(reference, one.sizes["vocab_size"]))
+            check(ranks, reference, planner, one.requests, one.strategies, 1, tolerance=tolerance)
         finally:
             ranks.close()
 
 
+WIDE = {
+    "vocab_size": 5,
+    "hidden_size": 256,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
 DENSE = {
     "vocab_size": 37,
     "hidden_size": 24,
@@ -269,6 +309,7 @@ DENSE = {
 @example(Drawn("qwen3", DENSE | {"intermediate_size": 36}, Topology(4, 1, 1), "w4a16", 8))
 @example(Drawn("qwen3", DENSE | {"head_dim": 8}, Topology(4, 1, 1), "fp8-block", 16))
 @example(Drawn("llama", DENSE, Topology(3, 1, 1)))
+@example(Drawn("qwen2", WIDE, Topology(4, 1, 1), "awq"))  # one more rounding moves logits by 6e-4
 @settings(max_examples=8)
 def test_a_model_of_any_size_is_right_on_any_grid_or_refused(one: Drawn) -> None:
     examine(one, compiles=False)
