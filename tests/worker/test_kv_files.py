@@ -28,10 +28,10 @@ from medha_worker.checkpoints.weights_identity import weights_identity
 from medha_worker.device import host_device
 from medha_worker.model import kv_files
 from medha_worker.model.disk_blocks import MOST_FAILURES, DiskBlocks
+from medha_worker.model.file_pages import PAGE_BYTES
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.kv_files import (
-    PAGE_BYTES,
     FileDamaged,
     KvFiles,
     Rows,
@@ -53,9 +53,13 @@ def content(name: int, blocks: int = 3) -> Rows:
 
 
 def opened(
-    directory: Path, identity: str = "model", key: str = KEY, block_bytes: int = BLOCK_BYTES
+    directory: Path,
+    identity: str = "model",
+    key: str = KEY,
+    block_bytes: int = BLOCK_BYTES,
+    piece_blocks: int = 0,
 ) -> KvFiles:
-    files = KvFiles(directory, identity, block_bytes)
+    files = KvFiles(directory, identity, block_bytes, piece_blocks=piece_blocks)
     files.acquire()
     files.keep_key(key)
     return files
@@ -72,20 +76,24 @@ def kept(files: KvFiles) -> list[str]:
     return sorted(path.name for path in files.directory.iterdir() if path.suffix in (".kv", ".partial"))
 
 
-def test_blocks_come_back(files: KvFiles) -> None:
+@pytest.mark.parametrize("piece_blocks", [0, 1, 2])
+def test_blocks_come_back(tmp_path: Path, piece_blocks: int) -> None:
+    files = opened(tmp_path / "rank-0", piece_blocks=piece_blocks)
     files.write(described(1), iter([content(1)[:1], content(1)[1:]]))
     assert list(files.scan()) == [described(1)]
-    for piece_blocks in (1, 2, 8):
-        rows = np.concatenate(list(files.read(described(1).name, 1, 2, piece_blocks)))
-        assert np.array_equal(rows, content(1)[1:])
+    for start, count in ((0, 3), (1, 2), (2, 1)):
+        rows = [piece.copy() for piece in files.read(described(1).name, start, count)]
+        assert [len(piece) for piece in rows[:-1]] == [piece_blocks] * (len(rows) - 1)
+        assert np.array_equal(np.concatenate(rows), content(1)[start : start + count])
     assert os.stat(files.directory / f"{described(1).name}.kv").st_size == PAGE_BYTES + 3 * BLOCK_BYTES
     assert blocks_within(PAGE_BYTES + BLOCK_BYTES, BLOCK_BYTES) == 1
     assert blocks_within(PAGE_BYTES, BLOCK_BYTES) == 0
     with pytest.raises(FileDamaged, match="3 blocks, and 2\\+2"):
-        list(files.read(described(1).name, 2, 2, 8))
+        list(files.read(described(1).name, 2, 2))
     files.delete(described(1).name)
     files.delete(described(1).name)
     assert kept(files) == []
+    files.release()
 
 
 def flip(at: int) -> Callable[[Path], None]:
@@ -119,7 +127,7 @@ def test_what_was_changed_is_never_read(
     files.write(described(1), iter([content(1)]))
     change(files.directory / f"{described(1).name}.kv")
     with pytest.raises(FileDamaged):
-        list(files.read(described(1).name, 0, 3, 8))
+        list(files.read(described(1).name, 0, 3))
     assert [one.name for one in files.scan()] == [
         described(1).name
     ] * is_found  # blocks are verified when read
@@ -172,9 +180,9 @@ def test_a_file_under_another_name_is_not_used(files: KvFiles) -> None:
     files.write(described(1), iter([content(1)]))
     (files.directory / f"{described(1).name}.kv").rename(files.directory / f"{described(2).name}.kv")
     with pytest.raises(FileDamaged, match="name of another file"):
-        list(files.read(described(2).name, 0, 3, 8))
+        list(files.read(described(2).name, 0, 3))
     with pytest.raises(OSError, match="no name of a file"):
-        list(files.read("../../etc/passwd", 0, 1, 8))
+        list(files.read("../../etc/passwd", 0, 1))
     assert list(files.scan()) == []
 
 
@@ -187,7 +195,7 @@ def test_files_of_another_model_key_or_size_are_deleted(tmp_path: Path, other: d
     first.release()
     second = opened(tmp_path, **other)  # type: ignore[arg-type]
     with pytest.raises(FileDamaged, match="it is of another"):
-        list(second.read(described(1).name, 0, 3, 8))
+        list(second.read(described(1).name, 0, 3))
     assert list(second.scan()) == []
     assert kept(second) == []
     second.release()
@@ -306,7 +314,7 @@ def test_a_writer_that_is_killed_at_any_point_leaves_whole_files_only(
     assert kept(files) == sorted(f"{described(name).name}.kv" for name in whole)
     files.write(described(2), iter([content(2)]))
     for name in (1, 2):
-        assert np.array_equal(np.concatenate(list(files.read(described(name).name, 0, 3, 2))), content(name))
+        assert np.array_equal(np.concatenate(list(files.read(described(name).name, 0, 3))), content(name))
     assert len(list(files.scan())) == 2
     files.release()
 
@@ -373,14 +381,21 @@ def test_the_identity_of_weights_follows_their_content(tmp_path: Path) -> None:
 class Disk:
     """A rank's disk tier over host blocks with numbers in them, and what it reports."""
 
-    def __init__(self, directory: Path, fault: str = "", clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        fault: str = "",
+        clock: Callable[[], float] = perf_counter,
+        *,
+        piece_blocks: int = 0,
+    ) -> None:
         pool = KVCache(
             num_layers=2, kv_heads=1, head_dim=4, num_blocks=4, block_tokens=2, tensors=2, device=host_device(torch.float32)
         )  # fmt: skip
         self.host = HostBlocks(pool, 12)
         for slot in range(12):
             self.host.put_rows(slot, np.full((1, self.host.block_bytes), slot, dtype=np.uint8))
-        self.files = KvFiles(directory, "model", self.host.block_bytes)
+        self.files = KvFiles(directory, "model", self.host.block_bytes, piece_blocks=piece_blocks)
         self.blocks = DiskBlocks(self.files, self.host, clock, fault, size_bytes=SIZE_BYTES)
         self.reports: list[DiskReport] = []
         self.begin()
@@ -407,9 +422,9 @@ class Disk:
         return int(value)
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    found = Disk(tmp_path / "rank-3")
+@pytest.fixture(params=[0, 1], ids=["one piece", "several pieces"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+    found = Disk(tmp_path / "rank-3", piece_blocks=request.param)
     yield found
     found.blocks.close()
 
@@ -622,12 +637,12 @@ def test_an_epoch_that_ends_calls_off_reads(disk: Disk, monkeypatch: pytest.Monk
     assert [disk.held(slot) for slot in (6, 7, 8)] == [6, 7, 8]
 
 
-@pytest.mark.parametrize("work", ["read", "write"])
+@pytest.mark.parametrize(("work", "piece_blocks"), [("read", 0), ("read", 1), ("write", 0)])
 def test_a_disk_that_hangs_switches_the_tier_off_and_nothing_waits_for_it(
-    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: str, piece_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    disk = Disk(tmp_path / "rank-3", clock=lambda: now)
+    disk = Disk(tmp_path / "rank-3", clock=lambda: now, piece_blocks=piece_blocks)
     disk.write(1, 0)
     hang = Hang(monkeypatch, "preadv" if work == "read" else "pwrite")
     read = ReadBlocks(described(1).name, 0, 9, ((6, 3),))

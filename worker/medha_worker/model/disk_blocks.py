@@ -273,7 +273,7 @@ class DiskBlocks:
             return
         started = self._clock()
         try:
-            rows = self._files.read(read.file, read.start, count, self._piece_blocks)
+            rows = self._files.read(read.file, read.start, count)
             place_rows(self.host, read.slots, self._piece_blocks, rows, lambda: self._guard(job))
         except CalledOff:
             return

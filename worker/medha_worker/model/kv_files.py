@@ -12,7 +12,9 @@ A file is written under another name, synchronised and then renamed, so that a f
 crash leaves behind has the other name, and is deleted at the next start. What was changed since does not match its
 checksums. The identity names everything that the bytes depend on, so KV of another model, data type or grid is never read.
 
-One thread may read files while another one writes and deletes others; nothing else here is thread-safe.
+One thread may read files while another one writes and deletes others; nothing else here is thread-safe. Files of several
+pieces are read around the page cache: the host tier has what is likely to be read again, and memory is better spent on it.
+Writes go through the cache and are then dropped from it; around it, they took as long (docs/kv-tiers.md).
 """
 
 from __future__ import annotations
@@ -33,14 +35,15 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from medha.kv.blocks import Run
 from medha.kv.disk_tier import file_name
 from medha.kv.prefix_cache import HASH_CHARACTERS, hash_count
 from medha.wire.messages import DiskFile
+from medha_worker.model.file_pages import PAGE_BYTES, ReadAhead, whole_pages
 
 Rows = npt.NDArray[np.uint8]
 """Bytes of consecutive blocks, [blocks, bytes of a block]."""
 
-PAGE_BYTES = 4096
 _MAGIC = b"MEDHAKV1"
 PREFIX = struct.Struct("<8sII")
 """Magic, length of the header, CRC-32 of the header."""
@@ -73,13 +76,18 @@ def blocks_at_once(block_bytes: int) -> int:
 class KvFiles:
     """The files of one rank in a directory of its own."""
 
-    def __init__(self, directory: Path, identity: str, block_bytes: int) -> None:
-        """`identity` names everything that the content of blocks depends on."""
+    def __init__(self, directory: Path, identity: str, block_bytes: int, *, piece_blocks: int = 0) -> None:
+        """`identity` names everything that the content of blocks depends on.
+
+        So many blocks are read at once; 0: `blocks_at_once` of them.
+        """
         self.directory = directory
         self._identity = blake2b(identity.encode(), digest_size=16).hexdigest()
         self._block_bytes = block_bytes
         self._key_tag = ""
         self._lock: int | None = None  # descriptor of the file that keeps other processes out
+        self._piece_blocks = piece_blocks or blocks_at_once(block_bytes)
+        self._ahead = ReadAhead(self._piece_blocks * block_bytes)
 
     def acquire(self) -> None:
         """Make the directory, and keep other processes out of it.
@@ -103,6 +111,7 @@ class KvFiles:
 
     def release(self) -> None:
         """Let other processes use the directory."""
+        self._ahead.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -198,8 +207,11 @@ class KvFiles:
         finally:
             os.close(descriptor)
 
-    def read(self, name: str, start: int, count: int, piece_blocks: int) -> Iterator[Rows]:
-        """Yield blocks `start .. start + count` of a file, up to `piece_blocks` at a time, verified.
+    def read(self, name: str, start: int, count: int) -> Iterator[Rows]:
+        """Yield blocks `start .. start + count` of a file, some at a time, verified.
+
+        They are good until the next ones are asked for. Several pieces are read around the page cache; then the next one is
+        read while the last one is verified and used. One piece is read through the cache, for which the kernel reads ahead.
 
         Raises:
             FileDamaged: they are not what was written.
@@ -208,12 +220,28 @@ class KvFiles:
         with self._open(name) as file:
             if start < 0 or count < 1 or start + count > len(file.checksums):
                 raise FileDamaged(f"it has {len(file.checksums)} blocks, and {start}+{count} are asked for")
-            for first in range(start, start + count, piece_blocks):
-                blocks = min(piece_blocks, start + count - first)
-                rows = np.empty((blocks, self._block_bytes), dtype=np.uint8)
-                file.read_into(rows, file.begin + first * self._block_bytes)
+            most = self._piece_blocks
+            runs = [(first, min(most, start + count - first)) for first in range(start, start + count, most)]
+            for (first, blocks), rows in zip(runs, self._pieces(file, runs), strict=True):
                 verify(rows, file.checksums[first : first + blocks])
                 yield rows
+
+    def _pieces(self, file: _OpenFile, runs: Sequence[Run]) -> Iterator[Rows]:
+        """Yield runs of blocks of a file; the last one is good until the next one is asked for."""
+        if len(runs) == 1:
+            [(first, blocks)] = runs
+            rows = np.empty((blocks, self._block_bytes), dtype=np.uint8)
+            file.read_into(rows, file.begin + first * self._block_bytes)
+            yield rows
+            return
+        ranges = [
+            (file.begin + first * self._block_bytes, blocks * self._block_bytes) for first, blocks in runs
+        ]
+        try:
+            for piece in self._ahead.pieces(file.descriptor, ranges):
+                yield piece.reshape(-1, self._block_bytes)
+        except EOFError as error:
+            raise FileDamaged(str(error)) from error
 
     def measured_seconds(self, clock: Callable[[], float]) -> tuple[float, float]:
         """Measure how long a read of a new file takes beside its blocks, and how long each block takes, in seconds.
@@ -230,9 +258,9 @@ class KvFiles:
         try:
             self.write(probe, [rows])
             started = clock()
-            list(self.read(probe.name, 0, 1, 1))
+            list(self.read(probe.name, 0, 1))
             first_seconds, started = clock() - started, clock()
-            list(self.read(probe.name, 1, blocks - 1, blocks_at_once(self._block_bytes)))
+            list(self.read(probe.name, 1, blocks - 1))
             block_seconds = (clock() - started) / (blocks - 1)
         except FileDamaged as error:
             raise OSError(
@@ -390,15 +418,15 @@ class _OpenFile:
     """A file that is open for reading, with a sound header."""
 
     def __init__(self, path: Path, name: str, identity: str, tag: str, block_bytes: int) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            prefix = os.pread(self._descriptor, PREFIX.size, 0)
-            text = os.pread(self._descriptor, prefix_length(prefix), PREFIX.size)
+            prefix = os.pread(self.descriptor, PREFIX.size, 0)
+            text = os.pread(self.descriptor, prefix_length(prefix), PREFIX.size)
             expected = {"identity": identity, "key": tag, "block_bytes": block_bytes}
-            size_bytes = os.fstat(self._descriptor).st_size
+            size_bytes = os.fstat(self.descriptor).st_size
             header = parsed_header(prefix, text, name, expected, size_bytes)
         except BaseException:
-            os.close(self._descriptor)
+            os.close(self.descriptor)
             raise
         self.content, self.checksums, self.begin = header.content, header.checksums, header.begin
 
@@ -406,21 +434,16 @@ class _OpenFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     def read_into(self, rows: Rows, at: int) -> None:
         """Fill `rows` with the bytes from `at` on."""
         left = memoryview(rows.reshape(-1).data)
         while left:
-            count = os.preadv(self._descriptor, [left], at)
+            count = os.preadv(self.descriptor, [left], at)
             if count == 0:
                 raise FileDamaged("it is too short")
             left, at = left[count:], at + count
-
-
-def whole_pages(size_bytes: int) -> int:
-    """Round a size up to whole pages."""
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _write_all(descriptor: int, data: memoryview, at: int) -> int:

@@ -50,9 +50,10 @@ from medha_worker.model.decode_graphs import captured_sizes, copies_of_each
 from medha_worker.model.disk_blocks import DiskBlocks
 from medha_worker.model.eagle3_config import Eagle3Config
 from medha_worker.model.eagle3_head import Eagle3Head
+from medha_worker.model.file_pages import PAGE_BYTES
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.kv_files import PAGE_BYTES, KvFiles, blocks_within
+from medha_worker.model.kv_files import KvFiles, blocks_within
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.mtp_head import MtpHead
 from medha_worker.model.prediction_head import PredictionHead

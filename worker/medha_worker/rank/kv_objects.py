@@ -29,6 +29,7 @@ import numpy as np
 
 from medha.api.kv_cache_spec import StoreSpec
 from medha.wire.messages import DiskFile
+from medha_worker.model.file_pages import whole_pages
 from medha_worker.model.kv_files import (
     PREFIX,
     FileDamaged,
@@ -39,7 +40,6 @@ from medha_worker.model.kv_files import (
     parsed_header,
     prefix_length,
     verify,
-    whole_pages,
 )
 
 if TYPE_CHECKING:

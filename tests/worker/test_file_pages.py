@@ -1,0 +1,167 @@
+"""Reads of whole pages: the bytes are those of the file, whatever its system of files can, and leave the page cache as it was."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medha_worker.model import file_pages
+from medha_worker.model.file_pages import PAGE_BYTES, Bytes, ReadAhead
+
+PIECE_BYTES = 3 * PAGE_BYTES
+
+
+@pytest.fixture
+def ahead() -> Iterator[ReadAhead]:
+    found = ReadAhead(PIECE_BYTES)
+    yield found
+    found.close()
+
+
+def written(path: Path, size_bytes: int) -> bytes:
+    content = np.random.default_rng(size_bytes).bytes(size_bytes)
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return content
+
+
+def read(ahead: ReadAhead, path: Path, ranges: list[tuple[int, int]]) -> list[bytes]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return [piece.tobytes() for piece in ahead.pieces(descriptor, ranges)]
+    finally:
+        os.close(descriptor)
+
+
+def cached_pages(path: Path) -> int:
+    """Return how many pages of a file the kernel has in memory, as `fincore` of util-linux counts them."""
+    command = ["fincore", "--noheadings", "--output", "PAGES", str(path)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def goes_around(path: Path) -> bool:
+    """Return whether the system of files that has this file can be read around the page cache."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+@given(st.data())
+def test_pieces_are_the_bytes_of_the_file(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    size_bytes = data.draw(st.integers(1, 6 * PAGE_BYTES))
+    places = st.integers(0, size_bytes - 1).flatmap(
+        lambda at: st.tuples(st.just(at), st.integers(1, min(PIECE_BYTES, size_bytes - at)))
+    )
+    ranges = data.draw(st.lists(places, min_size=1, max_size=5))
+    path = tmp_path_factory.mktemp("pages") / "file"
+    content = written(path, size_bytes)
+    ahead = ReadAhead(PIECE_BYTES)
+    assert read(ahead, path, ranges) == [content[at : at + size] for at, size in ranges]
+    ahead.close()
+
+
+def test_nothing_of_the_file_stays_in_the_page_cache(tmp_path: Path, ahead: ReadAhead) -> None:
+    path = tmp_path / "file"
+    content = written(path, 8 * PAGE_BYTES)
+    if not goes_around(path):
+        pytest.skip(f"{tmp_path} is on a system of files that only reads through the page cache")
+    assert read(ahead, path, [(0, PIECE_BYTES), (PIECE_BYTES, 100)]) == [
+        content[:PIECE_BYTES],
+        content[PIECE_BYTES:][:100],
+    ]
+    assert cached_pages(path) == 0
+    path.read_bytes()
+    assert cached_pages(path) == 8, "else nothing was measured"
+
+
+@pytest.mark.parametrize("refused", ["flag", "read"])
+def test_what_cannot_be_read_around_the_cache_is_read_through_it(
+    tmp_path: Path, ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    path = tmp_path / "file"
+    content = written(path, 4 * PAGE_BYTES)
+    own_fcntl, own_preadv, calls = fcntl.fcntl, os.preadv, []
+
+    def set_flags(descriptor: int, command: int, flags: int = 0) -> int:
+        if refused == "flag" and flags & os.O_DIRECT:
+            calls.append("flag")
+            raise OSError(errno.EINVAL, "no such way")
+        return own_fcntl(descriptor, command, flags)
+
+    def read_into(descriptor: int, buffers: list[Bytes], at: int) -> int:
+        if refused == "read" and own_fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            calls.append("read")
+            raise OSError(errno.EINVAL, "another unit")
+        return own_preadv(descriptor, buffers, at)
+
+    monkeypatch.setattr(file_pages.fcntl, "fcntl", set_flags)
+    monkeypatch.setattr(file_pages.os, "preadv", read_into)
+    assert read(ahead, path, [(10, 5000), (5010, 100)]) == [content[10:5010], content[5010:5110]]
+    assert calls == [refused]
+
+
+def test_a_file_that_is_too_short_and_an_error_reach_the_reader(
+    tmp_path: Path, ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    content = written(path, 2 * PAGE_BYTES + 100)
+    with pytest.raises(EOFError):
+        read(ahead, path, [(0, PAGE_BYTES), (PAGE_BYTES, PAGE_BYTES + 101)])
+    with pytest.raises(EOFError):
+        read(ahead, path, [(5 * PAGE_BYTES, 1)])
+    with monkeypatch.context() as patch:
+
+        def broken(*_: object) -> int:
+            raise OSError(errno.EIO, "the disk is broken")
+
+        patch.setattr(file_pages.os, "preadv", broken)
+        with pytest.raises(OSError, match="the disk is broken"):
+            read(ahead, path, [(0, 10), (10, 10)])
+    assert read(ahead, path, [(0, 10), (10, 10)]) == [content[:10], content[10:20]]
+
+
+def test_pages_of_a_file_that_is_left_unread_do_not_reach_the_next_one(
+    tmp_path: Path, ahead: ReadAhead
+) -> None:
+    contents = [written(tmp_path / str(number), (6 + number) * PAGE_BYTES) for number in range(2)]
+    ranges = [(at * PAGE_BYTES, PAGE_BYTES) for at in range(6)]
+    for _ in range(20):
+        descriptor = os.open(tmp_path / "0", os.O_RDONLY)
+        pieces = ahead.pieces(descriptor, ranges)
+        assert next(pieces).tobytes() == contents[0][:PAGE_BYTES]
+        pieces.close()  # type: ignore[attr-defined]
+        os.close(descriptor)
+        assert b"".join(read(ahead, tmp_path / "1", ranges)) == contents[1][: 6 * PAGE_BYTES]
+
+
+def test_the_thread_ends(tmp_path: Path) -> None:
+    before = threading.active_count()
+    path = tmp_path / "file"
+    content = written(path, 100)
+    ahead = ReadAhead(PIECE_BYTES)
+    assert threading.active_count() == before, "without a read, there is none"
+    for _ in range(2):  # it can be used again
+        assert read(ahead, path, [(0, 50), (50, 50)]) == [content[:50], content[50:]]
+        (thread,) = (
+            one for one in threading.enumerate() if one.name == "medha-disk-ahead" and one.is_alive()
+        )
+        ahead.close()
+        thread.join(10)
+        assert not thread.is_alive()

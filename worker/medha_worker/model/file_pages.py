@@ -1,0 +1,106 @@
+"""Whole pages of files, and a thread that reads them ahead of their use, around the kernel's page cache.
+
+A disk that hangs keeps this thread, and nobody can end it. So it is a daemon, unlike the threads of `concurrent.futures`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from queue import SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+
+PAGE_BYTES = 4096
+"""Reads around the page cache begin and end at multiples of it. Each disk's own unit divides it."""
+
+Bytes = npt.NDArray[np.uint8]
+"""Bytes in a row, [bytes]."""
+
+
+class ReadAhead:
+    """Reads of pieces of files, one file after the other."""
+
+    def __init__(self, piece_bytes: int) -> None:
+        """`piece_bytes` is the most that a piece has."""
+        self._room = whole_pages(piece_bytes) + PAGE_BYTES  # a piece may begin and end amid pages
+        self._buffers: list[Bytes] = []
+        self._asked: SimpleQueue[tuple[Future[Bytes], int, Bytes, int, int] | None] = SimpleQueue()
+
+    def pieces(self, descriptor: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Bytes]:
+        """Yield these ranges of a file, each a place and a size in bytes.
+
+        A piece is good until the next one is asked for.
+
+        Raises:
+            EOFError: the file is too short.
+            OSError: it cannot be read.
+        """
+        if not self._buffers:
+            # Memory from mmap begins at a page, and is used again: new memory for each piece costs as much as a copy.
+            self._buffers = [np.frombuffer(mmap.mmap(-1, self._room), dtype=np.uint8) for _ in range(2)]
+            threading.Thread(target=self._run, name="medha-disk-ahead", daemon=True).start()
+        with suppress(OSError):  # some file systems have no other way than through the cache
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
+        coming = self._begin(descriptor, 0, ranges)
+        try:
+            for number in range(len(ranges)):
+                piece = coming.result()
+                if number + 1 < len(ranges):
+                    coming = self._begin(descriptor, number + 1, ranges)
+                yield piece
+        finally:
+            wait([coming])  # its buffer is needed again, and its file is about to be closed
+
+    def close(self) -> None:
+        """End the thread, as soon as it has nothing to read."""
+        if self._buffers:
+            self._asked.put(None)
+            self._buffers = []
+
+    def _begin(self, descriptor: int, number: int, ranges: Sequence[tuple[int, int]]) -> Future[Bytes]:
+        coming: Future[Bytes] = Future()
+        self._asked.put((coming, descriptor, self._buffers[number % 2], *ranges[number]))
+        return coming
+
+    def _run(self) -> None:
+        while asked := self._asked.get():
+            coming, descriptor, buffer, at, size_bytes = asked
+            try:
+                coming.set_result(_read(descriptor, buffer, at, size_bytes))
+            except Exception as error:  # noqa: BLE001 - whoever waits for the piece gets it
+                coming.set_exception(error)
+
+
+def whole_pages(size_bytes: int) -> int:
+    """Round a size up to whole pages."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _read(descriptor: int, buffer: Bytes, at: int, size_bytes: int) -> Bytes:
+    """Read the pages that have these bytes of a file, and return the bytes."""
+    skipped = at % PAGE_BYTES
+    end, filled = skipped + size_bytes, 0
+    while filled < end:
+        try:
+            count = os.preadv(descriptor, [buffer[filled : whole_pages(end)].data], at - skipped + filled)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+                raise
+            fcntl.fcntl(
+                descriptor, fcntl.F_SETFL, 0
+            )  # this disk has another unit, or its driver no such reads
+            continue
+        before, filled = filled, filled + count
+        if filled < end:
+            filled -= filled % PAGE_BYTES  # the next read begins at a page, too
+            if filled == before:
+                raise EOFError("the file is too short")
+    return buffer[skipped:end]
