@@ -474,12 +474,13 @@ def test_blocks_of_a_ticket_stay_while_others_are_demoted() -> None:
 # --- a replica that drains ----------------------------------------------------------------------------------
 
 
-def moved_from(source: Side, *, ends_steps: bool = True) -> KvAsk:
+def moved_from(source: Side, *, drains: bool = True, ends_steps: bool = True) -> KvAsk:
     """Let a source sample 40 tokens of a request, which then moves; return what another replica asks."""
     source.output_tokens = 40
     source.submit("q", PROMPT, sampling=Sampling(max_tokens=500))
     assert source.sampled == 40
-    source.handle(Drain())
+    if drains:
+        source.handle(Drain())
     source.handle(Cancel("q", moves=True))
     if ends_steps:
         source.end_steps()
@@ -552,6 +553,20 @@ def test_tickets_of_a_replica_that_drains_get_all_of_its_host_tier() -> None:
     ask = KvAsk("q", "r0", "", 101, HASHER.hashes(PROMPT))
     assert blocks_of(offered(source, ask, "t1")) == [25]
     assert blocks_of(offered(source, replace(ask, hashes=HASHER.hashes(OTHER)), "t2")) == [15]
+
+
+def test_a_request_that_moves_from_a_replica_that_serves_gets_all_of_its_host_tier() -> None:
+    """So a prompt goes to a replica that decodes as a whole, if the host tier has room for it alone."""
+    source = Side(host_blocks=40)
+    ask = moved_from(source, drains=False)
+    other = replace(ask, id="r", hashes=HASHER.hashes(PROMPT, "another key"))
+    assert blocks_of(offered(source, other, "t0")) == []
+    assert blocks_of(offered(source, ask, "t1")) == [35]
+    source.handle(KvDone("t1", "r0", asker="r1"))
+    source.handle(Cancel("q"))
+    assert blocks_of(offered(source, ask, "t2")) == [20], (
+        "it goes on elsewhere, and others ask for its prompt"
+    )
 
 
 class Fixed:

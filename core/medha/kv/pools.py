@@ -78,7 +78,7 @@ Reach = Literal["device", "host", "disk"]
 """The farthest place where blocks of a prompt count. Those in files, and those being read, count only with `disk`."""
 
 _SERVED_PART = 2
-"""Divisor of a host tier: the largest part that other replicas may read at a time."""
+"""Divisor of a host tier: the largest part that other replicas may read at a time, but for requests that have moved to them."""
 _WRITING_PART = 4
 """Divisor of a host tier: the largest part that is written to files at a time."""
 
@@ -970,9 +970,18 @@ class KvPools:
         return saved_seconds / 2
 
     def share(
-        self, ticket: str, prompt_tokens: int, block_hashes: str, *, is_long: bool = False
+        self,
+        ticket: str,
+        prompt_tokens: int,
+        block_hashes: str,
+        *,
+        is_long: bool = False,
+        has_moved: bool = False,
     ) -> tuple[KvPart, ...]:
-        """Let another replica read what lanes have of a prompt; return these parts."""
+        """Let another replica read what lanes have of a prompt; return these parts.
+
+        `has_moved`: the prompt is that of a request which this replica has stopped to serve, so that no limit applies.
+        """
         if not self.has_peers or not block_hashes:
             return ()
         parts: list[KvPart] = []
@@ -982,7 +991,7 @@ class KvPools:
                 continue
             tier = self._lanes[lane].tier
             assert tier is not None
-            most_blocks = tier.ledger.blocks // self._served_part
+            most_blocks = tier.ledger.blocks // (1 if has_moved else self._served_part)
             loads, held = self._lanes[lane].share(found, ticket, lane, most_blocks)
             self._loads += loads
             if held:

@@ -65,7 +65,9 @@ class PeerKv:
         # By peer and hash of a first block, in the order of these times.
         self._lacks_until: dict[tuple[str, str], float] = {}
         self._shares: dict[str, tuple[str, float]] = {}  # ticket -> its holder, and the time when it ends
-        self._moved: set[str] = set()  # requests that continue elsewhere, where their KV may be wanted
+        self._moved: dict[
+            str, str
+        ] = {}  # requests that continue elsewhere -> hashes of their prompts' whole blocks
         self._numbers = count()
 
     @property
@@ -198,15 +200,18 @@ class PeerKv:
         """Note that a request which ends here goes on at another replica; its KV can be found at once."""
         if not request.waits:
             self._pools.publish_output(request.id, request.computed)
-        self._moved.add(request.id)
+        self._moved[request.id] = request.submit.block_hashes
 
     def moved(self, request_id: str) -> None:
         """Note that nobody will ask for the KV of a request any more; does nothing if it has not moved."""
-        self._moved.discard(request_id)
+        self._moved.pop(request_id, None)
 
     def give(self, ask: KvAsk, seconds: Callable[[int], float], now: float) -> KvTicket:
         """Offer what is here of a prompt; `seconds` predicts the time to read so many blocks."""
-        parts = self._pools.share(ask.ticket, ask.tokens, ask.hashes, is_long=ask.is_long)
+        has_moved = any(prompt and ask.hashes.startswith(prompt) for prompt in self._moved.values())
+        parts = self._pools.share(
+            ask.ticket, ask.tokens, ask.hashes, is_long=ask.is_long, has_moved=has_moved
+        )
         if not parts:
             return KvTicket(ask.id, ask.asker, reason=_NOTHING)
         blocks = max(hash_count(part.hashes) for part in parts)
