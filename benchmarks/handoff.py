@@ -61,7 +61,7 @@ LEAST_GAIN = 1.2  # of AES-GCM over CURVE
 MOST_PAUSE = 0.5
 FIRST_TOKENS = 32  # of a stream, before its replica drains
 OUTPUT_TOKENS = 400
-DRAIN_SECONDS = 3.0  # less than the output takes, so that the stream moves
+DRAIN_SECONDS = 1.5  # less than the output takes, so that the stream moves
 MIXED, SPLIT, MOVED = "mixed", "split", "moved"
 MOST_TTFT, MOST_TPOT, MOST_TPOT_BESIDE = 1.1, 1.25, 1.0
 """Most of TTFT and TPOT, as multiples of those of `mixed`: of one request at a time, and the TPOT of some beside each other."""
