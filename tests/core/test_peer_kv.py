@@ -561,6 +561,10 @@ def test_a_request_that_moves_from_a_replica_that_serves_gets_all_of_its_host_ti
     ask = moved_from(source, drains=False)
     other = replace(ask, id="r", hashes=HASHER.hashes(PROMPT, "another key"))
     assert blocks_of(offered(source, other, "t0")) == []
+    longer = np.concatenate([with_output(40), ids(5, 4)])
+    another = KvAsk("s", "r0", "", len(longer), HASHER.hashes(longer))
+    assert blocks_of(offered(source, another, "t0")) == [20], "a longer prompt is of another request"
+    source.handle(KvDone("t0", "r0", asker="r1"))
     assert blocks_of(offered(source, ask, "t1")) == [35]
     source.handle(KvDone("t1", "r0", asker="r1"))
     source.handle(Cancel("q"))

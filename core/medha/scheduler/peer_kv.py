@@ -65,9 +65,8 @@ class PeerKv:
         # By peer and hash of a first block, in the order of these times.
         self._lacks_until: dict[tuple[str, str], float] = {}
         self._shares: dict[str, tuple[str, float]] = {}  # ticket -> its holder, and the time when it ends
-        self._moved: dict[
-            str, str
-        ] = {}  # requests that continue elsewhere -> hashes of their prompts' whole blocks
+        # Requests that continue elsewhere -> the hashes of their prompts, and their tokens with the output.
+        self._moved: dict[str, tuple[str, int]] = {}
         self._numbers = count()
 
     @property
@@ -200,7 +199,7 @@ class PeerKv:
         """Note that a request which ends here goes on at another replica; its KV can be found at once."""
         if not request.waits:
             self._pools.publish_output(request.id, request.computed)
-        self._moved[request.id] = request.submit.block_hashes
+        self._moved[request.id] = request.submit.block_hashes, request.length
 
     def moved(self, request_id: str) -> None:
         """Note that nobody will ask for the KV of a request any more; does nothing if it has not moved."""
@@ -208,7 +207,10 @@ class PeerKv:
 
     def give(self, ask: KvAsk, seconds: Callable[[int], float], now: float) -> KvTicket:
         """Offer what is here of a prompt; `seconds` predicts the time to read so many blocks."""
-        has_moved = any(prompt and ask.hashes.startswith(prompt) for prompt in self._moved.values())
+        has_moved = any(
+            hashes and ask.tokens <= tokens and ask.hashes.startswith(hashes)
+            for hashes, tokens in self._moved.values()
+        )
         parts = self._pools.share(
             ask.ticket, ask.tokens, ask.hashes, is_long=ask.is_long, has_moved=has_moved
         )

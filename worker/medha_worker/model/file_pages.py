@@ -34,6 +34,17 @@ class ReadAhead:
         self._buffers: list[Bytes] = []
         self._asked: SimpleQueue[tuple[Future[Bytes], int, Bytes, int, int] | None] = SimpleQueue()
 
+    def start(self) -> None:
+        """Start the thread and take the memory, if that has not been done; the first read does it otherwise."""
+        if self._buffers:
+            return
+        # Memory from mmap begins at a page, and is used again: new memory for each piece costs as much as a copy.
+        buffers = [np.frombuffer(mmap.mmap(-1, self._room), dtype=np.uint8) for _ in range(2)]
+        for buffer in buffers:
+            buffer.fill(0)
+        threading.Thread(target=self._run, name="medha-disk-ahead", daemon=True).start()
+        self._buffers = buffers
+
     def pieces(self, descriptor: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Bytes]:
         """Yield these ranges of a file, each a place and a size in bytes.
 
@@ -43,10 +54,7 @@ class ReadAhead:
             EOFError: the file is too short.
             OSError: it cannot be read.
         """
-        if not self._buffers:
-            # Memory from mmap begins at a page, and is used again: new memory for each piece costs as much as a copy.
-            self._buffers = [np.frombuffer(mmap.mmap(-1, self._room), dtype=np.uint8) for _ in range(2)]
-            threading.Thread(target=self._run, name="medha-disk-ahead", daemon=True).start()
+        self.start()
         with suppress(OSError):  # some file systems have no other way than through the cache
             fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
         coming = self._begin(descriptor, 0, ranges)

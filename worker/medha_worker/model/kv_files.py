@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.kv.blocks import Run
-from medha.kv.disk_tier import file_name
+from medha.kv.disk_tier import FILE_BLOCKS, file_name
 from medha.kv.prefix_cache import HASH_CHARACTERS, hash_count
 from medha.wire.messages import DiskFile
 from medha_worker.model.file_pages import PAGE_BYTES, ReadAhead, whole_pages
@@ -51,8 +51,8 @@ _MOST_HEADER_BYTES = 2**20
 _SUFFIX, _PARTIAL = ".kv", ".partial"
 _KEY_BYTES = 32
 _NAME_CHARACTERS = 32
-_PROBE_BYTES, _PROBE_BLOCKS = 8 * 2**20, 1024
-"""Size of the file by which a disk is measured, and the most blocks of it; it has at least two."""
+_PROBE_BYTES, _LEAST_PROBE_BLOCKS = 8 * 2**20, 3
+"""Size of the file by which a disk is measured, and the least blocks of it: it is read in as many pieces at a time as others."""
 _PIECE_BYTES = 4 * 2**20
 """Bytes that are copied at once. A step that drops host blocks may wait while so many are copied."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -251,12 +251,13 @@ class KvFiles:
         Raises:
             OSError: a file cannot be written or read.
         """
-        blocks = min(max(_PROBE_BYTES // self._block_bytes, 2), _PROBE_BLOCKS)
+        blocks = min(max(_PROBE_BYTES // self._block_bytes, _LEAST_PROBE_BLOCKS), FILE_BLOCKS)
         hashes = os.urandom(blocks * HASH_CHARACTERS // 2).hex()
         probe = DiskFile(file_name("", hashes), 0, hashes)
         rows = np.random.default_rng().integers(0, 256, (blocks, self._block_bytes), dtype=np.uint8)
         try:
             self.write(probe, [rows])
+            self._ahead.start()
             started = clock()
             list(self.read(probe.name, 0, 1))
             first_seconds, started = clock() - started, clock()
