@@ -51,8 +51,11 @@ _MOST_HEADER_BYTES = 2**20
 _SUFFIX, _PARTIAL = ".kv", ".partial"
 _KEY_BYTES = 32
 _NAME_CHARACTERS = 32
-_PROBE_BYTES, _LEAST_PROBE_BLOCKS = 8 * 2**20, 3
-"""Size of the file by which a disk is measured, and the least blocks of it: it is read in as many pieces at a time as others."""
+_PROBE_BYTES, _LEAST_PROBE_BLOCKS, _MOST_PROBE_FILES = 8 * 2**20, 3, 8
+"""Size of the files by which a disk is measured, the least blocks of one, and the most files.
+
+They have as many blocks as other files, or enough for several pieces, so that they are read in the same way.
+"""
 _PIECE_BYTES = 4 * 2**20
 """Bytes that are copied at once. A step that drops host blocks may wait while so many are copied."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -252,17 +255,22 @@ class KvFiles:
             OSError: a file cannot be written or read.
         """
         blocks = min(max(_PROBE_BYTES // self._block_bytes, _LEAST_PROBE_BLOCKS), FILE_BLOCKS)
-        hashes = os.urandom(blocks * HASH_CHARACTERS // 2).hex()
-        probe = DiskFile(file_name("", hashes), 0, hashes)
+        files = min(max(_PROBE_BYTES // (blocks * self._block_bytes), 1), _MOST_PROBE_FILES)
+        hashes = [os.urandom(blocks * HASH_CHARACTERS // 2).hex() for _ in range(files)]
+        probes = [DiskFile(file_name("", each), 0, each) for each in hashes]
         rows = np.random.default_rng().integers(0, 256, (blocks, self._block_bytes), dtype=np.uint8)
+        first_seconds = others_seconds = 0.0
         try:
-            self.write(probe, [rows])
+            for probe in probes:
+                self.write(probe, [rows])
             self._ahead.start()
-            started = clock()
-            list(self.read(probe.name, 0, 1))
-            first_seconds, started = clock() - started, clock()
-            list(self.read(probe.name, 1, blocks - 1))
-            block_seconds = (clock() - started) / (blocks - 1)
+            for probe in probes:
+                started = clock()
+                list(self.read(probe.name, 0, 1))
+                first_at = clock()
+                list(self.read(probe.name, 1, blocks - 1))
+                first_seconds += first_at - started
+                others_seconds += clock() - first_at
         except FileDamaged as error:
             raise OSError(
                 errno.EIO, f"what was written is not what is read: {error}", str(self.directory)
@@ -272,9 +280,11 @@ class KvFiles:
                 raise
             return 0.0, 0.0
         finally:
-            with suppress(OSError):
-                self.delete(probe.name)
-        return max(first_seconds - block_seconds, 0.0), block_seconds
+            for probe in probes:
+                with suppress(OSError):
+                    self.delete(probe.name)
+        block_seconds = others_seconds / (files * (blocks - 1))
+        return max(first_seconds / files - block_seconds, 0.0), block_seconds
 
     def delete(self, name: str) -> None:
         """Delete a file, if it is there.
