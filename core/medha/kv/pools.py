@@ -78,7 +78,7 @@ Reach = Literal["device", "host", "disk"]
 """The farthest place where blocks of a prompt count. Those in files, and those being read, count only with `disk`."""
 
 _SERVED_PART = 2
-"""Divisor of a host tier: the largest part that other replicas may read at a time, but for requests that have moved to them."""
+"""Divisor of a host tier: the largest part that other replicas may read at a time. Requests that have moved to them have no limit."""
 _WRITING_PART = 4
 """Divisor of a host tier: the largest part that is written to files at a time."""
 
@@ -980,7 +980,7 @@ class KvPools:
     ) -> tuple[KvPart, ...]:
         """Let another replica read what lanes have of a prompt; return these parts.
 
-        `has_moved`: the prompt is that of a request which this replica has stopped to serve, so that no limit applies.
+        `has_moved`: the prompt is of a request that another replica serves from now on, so its KV may take all of a host tier.
         """
         if not self.has_peers or not block_hashes:
             return ()

@@ -26,16 +26,16 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class ReadAhead:
-    """Reads of pieces of files, one file after the other."""
+    """A thread and two buffers by which pieces of a file are read ahead of their use, one file at a time."""
 
     def __init__(self, piece_bytes: int) -> None:
-        """`piece_bytes` is the most that a piece has."""
+        """`piece_bytes` is the size of the largest piece."""
         self._room = whole_pages(piece_bytes) + PAGE_BYTES  # a piece may begin and end amid pages
         self._buffers: list[Bytes] = []
         self._asked: SimpleQueue[tuple[Future[Bytes], int, Bytes, int, int] | None] = SimpleQueue()
 
     def start(self) -> None:
-        """Start the thread and take the memory, if that has not been done; the first read does it otherwise."""
+        """Start the thread and allocate the buffers, unless this has been done. The first read does it otherwise."""
         if self._buffers:
             return
         # Memory from mmap begins at a page, and is used again: new memory for each piece costs as much as a copy.
@@ -46,7 +46,7 @@ class ReadAhead:
         self._buffers = buffers
 
     def pieces(self, descriptor: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Bytes]:
-        """Yield these ranges of a file, each a place and a size in bytes.
+        """Yield these ranges of an open file, each an offset and a size in bytes; from now on, it is read around the cache.
 
         A piece is good until the next one is asked for.
 
@@ -55,7 +55,7 @@ class ReadAhead:
             OSError: it cannot be read.
         """
         self.start()
-        with suppress(OSError):  # some file systems have no other way than through the cache
+        with suppress(OSError):  # some file systems can only be read through the cache
             fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
         coming = self._begin(descriptor, 0, ranges)
         try:
@@ -102,9 +102,8 @@ def _read(descriptor: int, buffer: Bytes, at: int, size_bytes: int) -> Bytes:
         except OSError as error:
             if error.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
                 raise
-            fcntl.fcntl(
-                descriptor, fcntl.F_SETFL, 0
-            )  # this disk has another unit, or its driver no such reads
+            # The disk has a larger unit than a page, or its driver has no such reads: go through the cache.
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
             continue
         before, filled = filled, filled + count
         if filled < end:

@@ -14,7 +14,7 @@ checksums. The identity names everything that the bytes depend on, so KV of anot
 
 One thread may read files while another one writes and deletes others; nothing else here is thread-safe. Files of several
 pieces are read around the page cache: the host tier has what is likely to be read again, and memory is better spent on it.
-Writes go through the cache and are then dropped from it; around it, they took as long (docs/kv-tiers.md).
+Writes go through the cache and are then dropped from it; going around it saved no time (docs/kv-tiers.md).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NAME_CHARACTERS = 32
 _PROBE_BYTES, _LEAST_PROBE_BLOCKS, _MOST_PROBE_FILES = 8 * 2**20, 3, 8
 """Size of the files by which a disk is measured, the least blocks of one, and the most files.
 
-They have as many blocks as other files, or enough for several pieces, so that they are read in the same way.
+A file for measuring has as many blocks as any other, or enough for several pieces, so that it is read in the same way.
 """
 _PIECE_BYTES = 4 * 2**20
 """Bytes that are copied at once. A step that drops host blocks may wait while so many are copied."""
@@ -82,7 +82,7 @@ class KvFiles:
     def __init__(self, directory: Path, identity: str, block_bytes: int, *, piece_blocks: int = 0) -> None:
         """`identity` names everything that the content of blocks depends on.
 
-        So many blocks are read at once; 0: `blocks_at_once` of them.
+        `piece_blocks` is the number of blocks that are read at once; 0: as many as `blocks_at_once` says.
         """
         self.directory = directory
         self._identity = blake2b(identity.encode(), digest_size=16).hexdigest()
