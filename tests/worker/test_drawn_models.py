@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from medha.errors import ConfigInvalid
@@ -44,6 +44,8 @@ FAMILIES = (
     *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
 )
 LATENT = ("deepseek_v2", "deepseek_v3")
+LARGEST_ROUNDING = 0.01
+"""A drawn model whose own rounding moves logits by more is not compared: a wrong product could hide in it."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,9 @@ def examine(one: Drawn, *, compiles: bool) -> None:
                 vocab=one.sizes["vocab_size"],
                 window_pool=smallest_window_pool(ranks) if frees else None,
             )
-            tolerance = max(TOLERANCE, rounding_of(reference, one.sizes["vocab_size"]))
+            rounding = rounding_of(reference, one.sizes["vocab_size"])
+            assume(rounding <= LARGEST_ROUNDING)
+            tolerance = max(TOLERANCE, rounding)
             check(ranks, reference, planner, one.requests, one.strategies, 1, tolerance=tolerance)
         finally:
             ranks.close()

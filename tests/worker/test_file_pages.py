@@ -117,6 +117,26 @@ def test_what_cannot_be_read_around_the_cache_is_read_through_it(
     assert calls == [refused]
 
 
+@pytest.mark.parametrize("at_once", [1000, PAGE_BYTES, PAGE_BYTES + 1])
+def test_a_read_may_return_less_than_it_was_asked_for(
+    tmp_path: Path, ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    path = tmp_path / "file"
+    content = written(path, 4 * PAGE_BYTES)
+    own_preadv, sizes = os.preadv, []
+
+    def read_some(descriptor: int, buffers: list[Bytes], at: int) -> int:
+        if at % PAGE_BYTES:
+            assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        count = own_preadv(descriptor, buffers, at)
+        sizes.append(min(count, at_once))
+        return sizes[-1]
+
+    monkeypatch.setattr(file_pages.os, "preadv", read_some)
+    assert read(ahead, path, [(10, 9000), (9010, 100)]) == [content[10:9010], content[9010:9110]]
+    assert len(sizes) > 2
+
+
 def test_a_file_that_is_too_short_and_an_error_reach_the_reader(
     tmp_path: Path, ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch
 ) -> None:

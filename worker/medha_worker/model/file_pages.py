@@ -105,9 +105,10 @@ def _read(descriptor: int, buffer: Bytes, at: int, size_bytes: int) -> Bytes:
             # The disk has a larger unit than a page, or its driver has no such reads: go through the cache.
             fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
             continue
-        before, filled = filled, filled + count
-        if filled < end:
-            filled -= filled % PAGE_BYTES  # the next read begins at a page, too
-            if filled == before:
-                raise EOFError("the file is too short")
+        if not count:
+            raise EOFError("the file is too short")
+        filled += count
+        if filled < end and filled % PAGE_BYTES:
+            # File systems in user space may return less than was asked for. Amid a page, only the cache can be read.
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
     return buffer[skipped:end]
