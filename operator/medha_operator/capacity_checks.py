@@ -73,13 +73,13 @@ class CapacityChecks:
             return capacity
 
     def settle(self, key: Key) -> None:
-        """Forget the answer to a replica, whose reconcile has ended: the index now shows whether it moves."""
+        """Forget what was granted to a replica once its reconcile has ended, because the index now shows whether it moves."""
         self._granted.discard(key)
         if not self._index.waiting_for_capacity:
             self._listed.clear()
 
     async def _checked(self, key: Key, observed: Observed, since: float) -> Capacity:
-        """Answer from lists of pods that are not older than `since`."""
+        """Return the capacity, according to lists of pods that are not older than `since`."""
         pods = await self._pods_of(observed)
         unjudged = next((needs.unjudged for needs in pods if needs.unjudged), None)
         if unjudged is not None:
@@ -98,7 +98,7 @@ class CapacityChecks:
             for name, node in sorted(self._index.nodes().items())
             if any(may_host(node, name, needs) for needs in pods)
         }
-        # Read before the lists are made: a pod that is placed meanwhile counts twice, not never.
+        # Read this before the pods are listed: a pod that is placed in between then counts twice, instead of not at all.
         leaving = [needs_of(template) for template in self._index.to_be_placed(key, self._granted)]
         before = [*leaving, *(await self._without_node(since) if nodes else ())]
         mine = {pod.uid for pod in observed.pods}

@@ -108,12 +108,12 @@ def _is_owned(owned: Iterable[Document], key: str) -> bool:
 
 
 def _below(owned: Iterable[Document], key: str) -> list[Document]:
-    """Return what is owned of a field; a set without members owns all that is below it."""
+    """Return the ownership records of a field. A record without members covers everything below it."""
     return [fields.get(key, {}) if fields else fields for fields in owned if key in fields or not fields]
 
 
 def _of_item(item: Any, owned: Iterable[Document]) -> list[Document]:
-    """Return what is owned of an item of a list, which a set of fields names by the item's keys."""
+    """Return the ownership records of an item of a list; the records identify items by the values of their key fields."""
     found = []
     for fields in owned:
         if not fields:

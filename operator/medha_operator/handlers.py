@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # it logs every event
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)  # it logs every probe
-    # Search for cycles once in so many new objects, not in 700: a search visits all known documents, and each
-    # document that is read is hundreds of objects, so that searches took up to a tenth of the CPU.
+    # Let the garbage collector search for cycles less often than by default (every 700 new objects). A search visits all
+    # known documents, and each document that is read creates hundreds of objects: searches took up to a tenth of the CPU.
     gc.freeze()
     gc.set_threshold(_OBJECTS_BETWEEN_SEARCHES, 10, 10)
     settings.persistence.diffbase_storage = NoDifferences()

@@ -29,7 +29,7 @@ from medha_operator.replica.manifests import Owner, labels, router_labels
 ROUTER_NOT_FOUND = "RouterNotFound"
 """Reason of a replica whose router has no keys yet, or does not belong to this installation."""
 KEYS_UNUSABLE = "KeysUnusable"
-"""Reason of the event at a router that nobody can join: its two Secrets do not match, or one is invalid."""
+"""Reason of the event at a router that no replica can join, because its two Secrets do not match, or one is invalid."""
 _RETRY_SECONDS = 2.0
 """Seconds between checks for a router that does not exist yet."""
 

@@ -47,8 +47,8 @@ class OperatorSettings(BaseModel):
     metrics_port: int = Field(default=9402, ge=0, le=65535)
     """Port at which Prometheus scrapes the operator."""
     traces_endpoint: str | None = None
-    """Base URL of the OpenTelemetry collector for replicas that name none; None: they make no traces. It is in
-    pods from their next revision on."""
+    """Base URL of the OpenTelemetry collector for replicas that name none; None: they make no traces. A change
+    reaches pods with their next revision."""
     metrics_from: tuple[dict[str, Any], ...] = ()
     """Peers that may read the metrics of replicas, in the form of a NetworkPolicy's rule; if empty,
     everybody may."""

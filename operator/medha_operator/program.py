@@ -49,7 +49,7 @@ def read_settings() -> OperatorSettings:
 def identity() -> str:
     """Return the name of the lease's holder.
 
-    It is this pod, in which one container runs at a time; elsewhere, this process.
+    In a cluster it names this pod, in which one container runs at a time; elsewhere, it names this process.
     """
     pod, namespace = os.environ.get("MEDHA_POD_NAME"), os.environ.get("MEDHA_POD_NAMESPACE", "")
     return f"{namespace}/{pod}" if pod else f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4()}"

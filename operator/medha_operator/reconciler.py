@@ -78,8 +78,8 @@ GANG_UNAVAILABLE = "GangUnavailable"
 REPORTED_REASONS = frozenset({ROUTER_NOT_FOUND, NAME_CONFLICT, GANG_UNAVAILABLE})
 """Reasons of the operator's own errors that users are informed of, beside the refusals."""
 _MERGED = frozenset({"Service"})
-"""Kinds of objects that could be applied over somebody else's without a conflict. In other kinds, a field that
-differs conflicts or is immutable, or the name contains a hash."""
+"""Kinds whose objects could overwrite somebody else's object of the same name without a conflict. Objects of other
+kinds cannot: their names contain a hash, or the API server refuses a field that differs or is immutable."""
 REPORTED_FAILURES = 5
 """Consecutive reconciles that fail with any other error before a user is informed."""
 
@@ -94,7 +94,7 @@ class Failure:
     """True if a user must act; otherwise it may pass by itself."""
 
     def over(self, status: ReplicaStatus | DeploymentStatus) -> tuple[DerivedCondition, ...]:
-        """Return the conditions to lay over `status`. A resource that is ready stays ready, because it serves on."""
+        """Return the conditions to lay over `status`. A resource that is ready stays ready, because it still serves."""
         is_ready = any(one.type == "Ready" and one.status == "True" for one in status.conditions)
         if self.is_refusal and not is_ready:
             refused = refuse(self.reason, self.message)
@@ -152,8 +152,8 @@ class Reconciler:
     async def reconcile(self, key: Key) -> ReconcileResult:
         """Reconcile `key` once.
 
-        Until a reconcile succeeds, the conditions of the failure are laid over the planned status. So the status does
-        not alternate between the two.
+        Until a reconcile succeeds, the conditions of the failure replace those of the planned status. Otherwise the
+        status would alternate between the two.
 
         Raises:
             ApiError: an action was refused or not answered; the rest was not carried out.
@@ -434,7 +434,7 @@ class Reconciler:
     async def _make(self, key: Key, manifest: Manifest) -> Document:
         """Apply an object that is not known to exist.
 
-        If it exists all the same, it is somebody else's, or the watch is late.
+        If it exists nevertheless, it belongs to somebody else, or the watch has not reported it yet.
         """
         if key.kind in _MERGED:
             await self._version_of_ours(key, manifest)
@@ -465,7 +465,7 @@ class Reconciler:
         return str(found["metadata"]["resourceVersion"])
 
     async def _describe(self, key: Key, resource: Document, status: ReplicaStatus | DeploymentStatus) -> bool:
-        """Write the status of `resource` with the present trouble laid over it; return whether it did."""
+        """Write the status of `resource`, with the conditions of the present failure if there is one; return whether it wrote."""
         if key in self._failures_by_key:
             before = _read_status(key, resource)
             problem = self._failures_by_key[key].over(status)
@@ -483,7 +483,7 @@ class Reconciler:
         return True
 
     async def _failed(self, key: Key, resource: Document, planned: Plan, error: Exception) -> None:
-        """Report in the status what is refused, what is missing, and what fails again and again."""
+        """Count a failed reconcile, and report in the status what was refused, what is missing, or what fails repeatedly."""
         count = self._failures[key] = self._failures.get(key, 0) + 1
         latest = self._index.resource(key)  # with what this reconcile has written
         if latest is None or latest["metadata"]["uid"] != resource["metadata"]["uid"]:
@@ -560,7 +560,7 @@ def _waiting(resource: Document, leftovers: Iterable[str], now: float) -> Plan:
 
 
 def _failure_of(error: Exception, failures: int) -> Failure | None:
-    """Return the trouble to report after `failures` consecutive failed reconciles, the last with `error`.
+    """Return the failure to report after `failures` consecutive failed reconciles, of which the last raised `error`.
 
     None if there is nothing to report yet.
     """

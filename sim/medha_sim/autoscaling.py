@@ -71,7 +71,7 @@ class ScalingLog:
     """The record of an autoscaler's decisions."""
 
     at: list[float] = field(default_factory=list)
-    replicas: list[int] = field(default_factory=list)  # created, and not asked to end
+    replicas: list[int] = field(default_factory=list)  # number that exist or start, without those that drain
     replica_seconds: float = 0.0  # from creation to end, starts and drains included
     changes: int = 0
 

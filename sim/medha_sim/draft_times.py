@@ -90,8 +90,8 @@ def alone(shape: DraftShape, hardware: Hardware) -> Profile:
 def with_head(profile: Profile, head: Profile) -> Profile:
     """Return the costs of steps in which a head computes every position, too.
 
-    The layers are split over the stages so that they take equally long with the head. So each layer gets its share of
-    the head's layer.
+    The layers are divided so that all stages take equally long, the last one including the head. To model this, an equal
+    share of the head's cost is added to the cost of each layer.
     """
     share, own, added = 1 / profile.layers, profile.attention, head.attention
     attention = replace(

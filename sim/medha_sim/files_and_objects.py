@@ -63,7 +63,7 @@ class _Threads:
         self._start(now)
 
     def drop(self, keep: dict[int, int]) -> None:
-        """Call off the writes of host blocks that get other owners; `keep` says how many blocks of an extent stay."""
+        """Cancel the writes of host blocks that are given to others; `keep` has the number of blocks that stay of each extent."""
         for work in (*self._waiting, *self._running):
             work.is_off = work.is_off or any(stop > keep.get(extent, stop) for extent, stop in work.ends)
 
@@ -152,7 +152,7 @@ class FilesAndObjects:
         there = 0
         while there < len(lookup.objects) and lookup.objects[there] in self._stored:
             there += 1
-        # The first, the last, and then by halving.
+        # A rank asks for the first object, then for the last, and then searches by bisection.
         asked = (
             1 if there == 0 else 2 if there == len(lookup.objects) else 2 + len(lookup.objects).bit_length()
         )

@@ -1,8 +1,8 @@
 """Guesses of simulated replicas at the next tokens of sequences: each is right with a given probability.
 
-What a real replica guesses depends on texts, which a simulation does not have. So it is drawn by lot whether a guess is
-right. The lot depends on the seed, the sequence and the position only. Every policy, load and depth therefore meets
-the same texts, and whatever is right at one probability is so at a higher one, too.
+The guesses of a real replica depend on texts, which a simulation does not have. So a random draw decides whether a guess
+is right. The draw depends only on the seed, the sequence and the position. Every policy, load and depth therefore gets
+the same texts, and a guess that is right at one probability is right at every higher one.
 
 The controller gets guesses as it does from real ranks. By prompt lookup, each sampled token that does not end its sequence
 comes with guesses at the tokens after it. A draft model or head draws as many as the step asks for, and
@@ -21,8 +21,8 @@ from medha_sim.draft_times import DraftTimes, Run
 from medha_sim.executor import Drafts, original_id
 
 ACCEPTANCE = 0.5
-"""Chance that a guess is right unless the user gives one: what controllers assume before they have judged any guess, so that
-by default they neither have to learn that guesses are better nor that they are worse."""
+"""Chance that a guess is right, unless the user gives another. Controllers assume this chance before they have judged any
+guess, so by default their assumption is correct from the start."""
 WRONG = -1
 """A guess that is wrong; tokens are positions, so none is negative."""
 _LOTS = 1 << 64
@@ -31,7 +31,7 @@ _LEAST_SECONDS = 1e-6
 
 
 class Texts:
-    """The texts that sequences write: whether a guess at one of their tokens is right."""
+    """Decides for each token of each sequence whether a guess at it is right."""
 
     def __init__(self, acceptance: float, seed: int, ends_at: Mapping[str, int]) -> None:
         """`ends_at` is the length (prompt and output) at which each sequence samples its stop token."""

@@ -754,7 +754,7 @@ class _Pace:
 def _activation_bytes(model: ModelShape, topology: Topology) -> float:
     """Return the activation bytes of the largest chunk.
 
-    They are of hidden rows, which tensor parallelism does not split, and of wide rows, which it does.
+    They consist of hidden rows, which tensor parallelism does not split, and of wide rows, which it splits.
     """
     whole, wide = 5 * model.hidden, 2 * model.intermediate
     if (

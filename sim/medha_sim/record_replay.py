@@ -186,7 +186,7 @@ class LiveRanks:
     predicted: npt.NDArray[np.float64]
     observed: npt.NDArray[np.float64]
     computed: npt.NDArray[np.float64]
-    """The part of `observed` that a rank measured: without messages, and without waiting for a CPU core."""
+    """Seconds that a rank measured: `observed` without messages, and without waiting for a CPU core."""
     message_seconds: float  # one way, between controller and ranks
 
     @classmethod

@@ -144,7 +144,7 @@ Answer = Emit | Refused | Failed | Announce
 What = TypeVar("What")
 
 Progress = Callable[[float], bool]
-"""Callback that gets the virtual time at every sample of the state, and returns True to stop the run."""
+"""Callback that is called with the virtual time at every sample of the state. It returns True to stop the run."""
 
 
 class Simulation:
@@ -251,7 +251,7 @@ class Simulation:
         return 1 - replica.load().kv_tokens_free / replica.card.kv_tokens_total
 
     def busy_seconds(self, name: str) -> float:
-        """Return for how long a replica has computed so far: the slowest stage of each step that it has launched."""
+        """Return the seconds that a replica has computed so far: the sum over its steps of the time of the slowest stage."""
         return self._replicas[name].busy_seconds
 
     @property

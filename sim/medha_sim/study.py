@@ -265,7 +265,7 @@ def measured_capacity(deployment: Deployment, workload: WorkloadSpec) -> float:
     """Measure the requests a second of this mix that the deployment completes while it has a backlog.
 
     The measure is isolated prefill work: each chunk counts as the time that it would take in a lone prefill.
-    The rate therefore does not depend on which requests happen to finish inside the window.
+    So the result does not depend on which requests happen to finish inside the window.
     """
     if workload.shape != "mix":
         raise ConfigInvalid(f"a load is measured for a mix, not for {workload.shape}; give a rate instead")

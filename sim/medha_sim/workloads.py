@@ -81,7 +81,7 @@ class Mix:
 
         `generators`: one for the kinds, and one for each part.
         """
-        # The last part gets the small numbers: if its share grows, the requests that belonged to it still do.
+        # The smallest random numbers belong to the last part, so that a request of that part stays in it if the share grows.
         shares = np.cumsum([part.share for part in reversed(self.parts)])
         uniform = generators[0].random(count)
         kinds = len(self.parts) - 1 - np.searchsorted(shares[:-1], uniform, side="right")

@@ -69,13 +69,13 @@ class Child:
     that the spec asks for.
     """
     may_serve: bool = False
-    """True if its spec is refused while pods of an earlier one serve on, or if its pods have all started
-    once and no condition reports on them."""
+    """True if it may serve although it does not count as serving: its spec is refused while pods of an earlier spec
+    serve, or all of its pods have started once and no condition reports on them."""
     unplaced_since: float | None = None
     """Unix time since which some of its pods find no node, or are not created; else None."""
     has_no_pods: bool = False
-    """True if pods are not created, rather than without a node. As long as no event gives the reason,
-    `surge_wait_seconds` distinguish a quota from a short wait."""
+    """True if the pods do not exist, instead of being without a node. As long as no event gives the reason, a wait of
+    more than `surge_wait_seconds` counts as a lack of room."""
     is_suspended: bool = False
     """True if its spec asks for no pods."""
     waits_to_drain: bool = False

@@ -302,8 +302,8 @@ def _scene(observed: ObservedDeployment, desired: _Desired, now: float, settings
             if left > 0:
                 scene.requeue(left)
     scene.is_starved |= scene.has_no_capacity
-    # A replica that changes needs a stand-in if it is counted on; one that moves, if it serves at all, since
-    # moving is not urgent.
+    # A replica that changes needs a stand-in only if it is available or may serve. A replica that moves needs one
+    # whenever it serves, because a move can wait.
     changing = [
         index
         for index, child in scene.outdated.items()
@@ -413,8 +413,8 @@ def _change(scene: _Scene) -> Iterable[Action]:
 def _take_down(scene: _Scene, child: Child, unavailable: int) -> bool:
     """Return whether the replica may be taken down now; if so, count it.
 
-    A replica that serves nobody may always be taken down. For one that may serve, the others that may serve count as
-    available: otherwise none of them could ever be fixed.
+    A replica that does not serve may always be taken down. If it is unknown whether this replica serves, the others of
+    which that is unknown count as available: otherwise none of them could ever be fixed.
     """
     least = scene.replicas - scene.suspending - unavailable
     if scene.is_available(child):

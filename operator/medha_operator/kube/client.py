@@ -115,7 +115,7 @@ class Cluster:
     async def list(
         self, kind: Kind, namespace: str | None, selector: str, fields: str = ""
     ) -> list[Document]:
-        """Return all objects that match, as of now; of many objects, `pages` takes less memory."""
+        """Return all objects that match, as of now. If there are many, `pages` takes less memory."""
         pages = self.pages(kind, namespace, selector, fields)
         return [item async for items, _ in pages for item in items]
 

@@ -34,7 +34,7 @@ _CHECKS_PER_LEASE = 8
 def write_seconds(lease_seconds: float) -> float:
     """Return the limit of one write.
 
-    It is so short that a write may be sent at any time while the lease is renewed in time.
+    The limit is short enough that a write may be sent at any time, as long as the lease is renewed in time.
     """
     return min(_LONGEST_WRITE_SECONDS, lease_seconds / _RENEWALS)
 

@@ -104,7 +104,7 @@ class Store:
     def listing(self, namespace: str | None) -> Iterator[Listing]:
         """Enter this before a list of a namespace, or of all, is requested; at the end, take the list in.
 
-        If the block fails, the list is dropped. Until the end, no plan sees any of it.
+        If the block fails, the list is dropped. No plan sees any part of the list before the block ends.
         """
         listing = Listing(namespace, self.delivered_until(namespace))
         self._listings.append(listing)

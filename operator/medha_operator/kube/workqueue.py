@@ -88,8 +88,8 @@ class WorkQueue:
     def failed(self, key: Key, at_least_seconds: float = 0.0) -> float:
         """Queue the key again after a back-off, which is returned, or once it is added before that.
 
-        With `at_least_seconds`, changes reported during the reconcile wait as long, too: it may have caused
-        them itself.
+        With `at_least_seconds`, changes that were reported during the reconcile wait for that time, too, because the
+        reconcile may have caused them itself.
         """
         count = self._failures.get(key, 0)
         pause = max(at_least_seconds, min(FIRST_SECONDS * 2.0 ** min(count, 32), LONGEST_SECONDS))

@@ -39,7 +39,7 @@ _FAILING = frozenset(
         "RendezvousFailed",
     }
 )
-"""Reasons of pods that fail again and again; while they retry in between, `Ready` may have another reason."""
+"""Reasons of pods that fail repeatedly. Between two failures, while they retry, `Ready` may have another reason."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _scheduled(observed: Observed, pods: list[Pod], expected: int) -> DerivedCon
 
 
 def _hindrance(observed: Observed) -> tuple[str, str]:
-    """Return why pods are not created: an earlier pod keeps its name until it has ended, or pods are refused."""
+    """Return reason and message why pods are not created: an earlier pod still has the name, or pods are refused."""
     ending = sorted(
         (pod for pod in (*observed.pods, *observed.earlier_pods) if pod.is_deleting),
         key=lambda pod: (not pod.has_finalizer, pod.name),
@@ -248,7 +248,7 @@ def _serving(pods: list[Pod], expected: int, loaded: DerivedCondition) -> Derive
 
 
 def _degraded(observed: Observed, pods: list[Pod], expected: int) -> DerivedCondition:
-    """Return whether a gang that was complete broke, or a lost node keeps it from being complete."""
+    """Return the condition `Degraded`: a complete gang has broken, or a lost node keeps the gang incomplete."""
     for pod in (*observed.pods, *(observed.earlier_pods if len(pods) < expected else ())):
         node = observed.nodes.get(pod.node or "")
         if node is not None and node.unreachable_since is not None:
@@ -269,7 +269,7 @@ def _degraded(observed: Observed, pods: list[Pod], expected: int) -> DerivedCond
 
 
 def _draining(observed: Observed) -> DerivedCondition:
-    """Return whether a node of the replica is being emptied, and what the replica waits for."""
+    """Return the condition `Draining`: whether a node of the replica is being emptied, and what the replica waits for."""
     pod = on_cordoned_node(observed)
     if pod is None:
         return DerivedCondition("Draining", False, "NotDraining")

@@ -32,7 +32,7 @@ class Repairs:
     def is_written(self, key: Key, manifest: Manifest) -> bool:
         """Return whether the object was last written as `manifest`.
 
-        If it differs now, somebody else has changed it.
+        If the object differs from that manifest now, somebody else has changed it.
         """
         return self._written.get(key) == _digest(manifest)
 

@@ -80,7 +80,7 @@ def schema_problem(message: str) -> str | None:
 
 
 def unexplained_wait(observed: Observed) -> UnexplainedWait | None:
-    """Return the object whose events may explain why the replica makes no progress; None if all is clear."""
+    """Return the object whose events may explain why the replica makes no progress; None if no explanation is needed."""
     if any(pod.is_deleting for pod in (*observed.pods, *observed.earlier_pods)):
         return None  # their names are still in use
     names = {pod.name for pod in observed.pods}

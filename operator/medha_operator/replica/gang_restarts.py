@@ -25,8 +25,8 @@ EVICTION_SECONDS = 15.0
 """Seconds that evictors have to evict the pods of a cordoned node: `kubectl drain` retries every 5 s, the
 cluster autoscaler every 10 s."""
 CLOCK_SKEW_SECONDS = 60.0
-"""Largest difference between the clocks of two machines that ran the operator. No operator has written a time that
-lies further ahead."""
+"""Largest assumed difference between the clocks of two machines that run the operator. A recorded time that lies
+further ahead was written by somebody else, and is ignored."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def plan_gang(
         notice = RecordEvent("RevisionChanging", f"{len(outdated)} pods of an older revision end")
         return GangPlan(_without_gang(status), [notice, *end_pods(outdated, "an older revision")])
     if len(alive) == expected and _is_later(status.newest_member, max(pod.created for pod in alive)):
-        # Somebody has changed the record: a complete gang has a pod as young as its record.
+        # The record names a time at which none of the pods was created, so somebody else has changed it.
         status = _without_gang(status)
     broken, members = _broken(alive, expected, status), _members(alive, status)
     has_begun = status.newest_member in (status.restarted_member, status.moved_member)

@@ -52,7 +52,8 @@ _SPARE_SECONDS = 30
 """Seconds between the end of a drain and the kill, and between a pod's own limit for its start and the
 kubelet's."""
 _SPARE_DISK_BYTES = 64 * 2**20
-"""Bytes of each volume of files of KV for a measurement, keys, and what is being deleted."""
+"""Bytes that a volume of KV files needs beside the tier itself: for the disk measurement, keys, and files that are being
+deleted."""
 _STAGE = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
 """Source of a pod's stage: its place in the StatefulSet of its lane."""
 
@@ -161,9 +162,9 @@ def network_policy(
 ) -> Manifest:
     """Return the NetworkPolicy.
 
-    Pods of a replica reach each other on all ports, because gloo chooses its own. Others reach only the metrics.
-    `metrics_from` are the peers that may read the metrics, in the form of a NetworkPolicy's rule; none means
-    everybody. Pods of other replicas in the namespace also reach the ports `peers_at`, to read KV.
+    Pods of a replica reach each other on all ports, because gloo chooses its ports itself. Other pods reach only the
+    metrics. `metrics_from` lists the peers that may read the metrics, in the form of a NetworkPolicy's rule; if it is
+    empty, everybody may. Pods of other replicas in the namespace also reach the ports `peers_at`, to read KV.
     """
     scrapers: Manifest = {"from": list(metrics_from)} if metrics_from else {}
     mine = {"matchLabels": {"medha.dev/replica": owner.name}}

@@ -106,8 +106,8 @@ def open_since(observed: Observed, now: float) -> float | None:
 def has_left_node(observed: Observed) -> bool:
     """Return whether the recorded gang was permitted to leave a cordoned node, and evictors took its pods.
 
-    The pods may be gone before the next reconcile: then the budget, or the condition written last, shows that
-    it was permitted.
+    The pods may be gone before the next reconcile. In that case the open budget, or the condition that was written
+    last, shows that the move was permitted.
     """
     if observed.deployment is not None and not may_drain(observed):
         return False
@@ -135,8 +135,8 @@ def on_lost_nodes(observed: Observed, node_lost_seconds: float, now: float) -> t
     Nobody else would ever remove these pods. Pods of earlier StatefulSets are among them once they are being
     deleted, e.g. by the garbage collector.
 
-    Silence counts only while some other node reports. If none does, the control plane is cut off, and the pods
-    may well serve. Kubernetes' node controller also waits then, and counts from zero when nodes report again.
+    Silence counts only while some other node reports. If no node reports, the control plane is cut off, and the pods
+    may still serve. Kubernetes' node controller waits in that case, too, and starts to count again when nodes report.
     """
     lost: list[Pod] = []
     waits: list[float] = []

@@ -54,7 +54,9 @@ class Node:
     """Name of a resource -> how much its pods may request together."""
 
     def is_emptied_of(self, pod: Pod) -> bool:
-        """Return whether the pod has to leave; one that was placed there in spite of the mark would only come back."""
+        """Return whether the pod has to leave.
+
+        A pod that was placed here although the node was already marked stays: its successor would be placed here, too."""
         if self.cordoned_since is None:
             return self.cordoned and not pod.tolerates_emptying
         return self.cordoned and pod.created <= self.cordoned_since
@@ -73,8 +75,8 @@ class Pod:
     """Unix time of its creation in seconds, by the API server's clock."""
     is_deleting: bool = False
     has_finalizer: bool = False
-    """True if it was deleted without a grace period and still exists: a finalizer holds it, and force does
-    not help."""
+    """True if it was deleted without a grace period and still exists: a finalizer holds it, so deleting it by force
+    has no effect."""
     is_failed: bool = False
     """True if it has ended for good, e.g. was evicted; only its object is left."""
     is_scheduled: bool = False

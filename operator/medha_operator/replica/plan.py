@@ -354,9 +354,9 @@ def _refused(
 ) -> Plan:
     """Return the plan for a spec that the schema accepts but that cannot be served.
 
-    Running pods continue. The replica may leave cordoned nodes without permission of its deployment, which
-    could not make another replica from such a spec. It restarts when a member is lost. The status still
-    reports on its pods.
+    Running pods continue, the replica restarts when it loses a member, and the status still reports on its pods. The
+    replica may leave cordoned nodes without its deployment's permission, because the deployment could not make another
+    replica from such a spec.
     """
     alone = replace(observed, deployment=None)
     owner, opened = Owner(observed.name, observed.namespace, observed.uid), open_since(alone, now)
