@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -94,7 +95,14 @@ class Index:
         mine = [entry for entry in children if entry.owner in (uid, None)]
         lanes = {entry.uid for entry in mine if entry.document["kind"] == "StatefulSet"}
         labelled = self.stores[POD.name].of(key)
-        pods = tuple(entry.document for entry in labelled if entry.owner in (None, *lanes))
+        name_of_a_pod = re.compile(rf"{re.escape(metadata['name'])}-l\d+-\d+")
+        pods = tuple(
+            entry.document
+            for entry in labelled
+            # Pods that a deleted StatefulSet has left behind have no owner. Neither have copies that somebody makes of a
+            # pod, such as `kubectl debug --copy-to`, but those have names of their own.
+            if entry.owner in lanes or (entry.owner is None and name_of_a_pod.fullmatch(entry.document.name))
+        )
         earlier = tuple(entry.document for entry in labelled if entry.owner not in (None, *lanes))
         objects = {_kind_and_name(entry.document): entry.document for entry in mine}
         objects |= {("Secret", name): {} for name in self.secrets.get(uid, ())}

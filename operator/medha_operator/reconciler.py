@@ -47,7 +47,13 @@ from medha_operator.replica.actions import (
     soonest,
     status_change,
 )
-from medha_operator.replica.conditions import DerivedCondition, refuse, stamped
+from medha_operator.replica.conditions import (
+    DerivedCondition,
+    derive_waiting,
+    refuse,
+    stamped,
+    with_conditions,
+)
 from medha_operator.replica.drift_repairs import Repairs
 from medha_operator.replica.event_reasons import (
     PATIENCE_SECONDS,
@@ -63,7 +69,7 @@ from medha_operator.replica.manifests import Owner
 from medha_operator.replica.nodes import requires_capacity, unsettled
 from medha_operator.replica.observed import Observed
 from medha_operator.replica.plan import plan
-from medha_operator.status_fields import Condition, DeploymentStatus, ReplicaStatus
+from medha_operator.status_fields import DeploymentStatus, ReplicaStatus
 
 _log = logging.getLogger(__name__)
 
@@ -470,7 +476,7 @@ class Reconciler:
             before = _read_status(key, resource)
             problem = self._failures_by_key[key].over(status)
             notice = stamped(problem, before.conditions, status.observed_generation, self._now())
-            status = _overlaid(status, notice)
+            status = with_conditions(status, notice)
             if status == before:
                 return False
         written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -536,26 +542,14 @@ def _read_status(key: Key, resource: Document) -> ReplicaStatus | DeploymentStat
     return read_status(resource, ReplicaStatus)
 
 
-def _overlaid(
-    status: ReplicaStatus | DeploymentStatus, over: Iterable[Condition]
-) -> ReplicaStatus | DeploymentStatus:
-    """Return `status` with some conditions replaced or added."""
-    conditions = {condition.type: condition for condition in (*status.conditions, *over)}
-    return status.model_copy(update={"conditions": tuple(conditions.values())})
-
-
 def _waiting(resource: Document, leftovers: Iterable[str], now: float) -> Plan:
     """Return the plan that reports which objects of an earlier resource of this name are not deleted yet."""
     generation = resource["metadata"]["generation"]
     message = f"objects of an earlier {resource['kind']} of this name are not deleted yet: {', '.join(sorted(leftovers))}"
     before = read_status(resource, ReplicaStatus)
     notice = before.model_copy(update={"observed_generation": generation})
-    derived_conditions = (
-        DerivedCondition("Ready", False, "WaitingForCleanup", message),
-        DerivedCondition("Reconciling", True, "WaitingForCleanup", message),
-        DerivedCondition("Stalled", False, "WaitingForCleanup"),
-    )
-    status = _overlaid(notice, stamped(derived_conditions, before.conditions, generation, now))
+    conditions = stamped(derive_waiting("WaitingForCleanup", message), before.conditions, generation, now)
+    status = with_conditions(notice, conditions)
     return Plan(status_change(before, status))
 
 

@@ -46,6 +46,7 @@ class DeploymentWorld:
         self.now = datetime(2030, 1, 1, tzinfo=UTC).timestamp()
         self.spec: dict[str, Any] = {"replicas": replicas, "template": template()} | spec
         self.generation = 1
+        self.is_deleting = False
         self.status = DeploymentStatus()
         self.capacity = capacity
         self.replicas: dict[str, dict[str, Any]] = {}
@@ -81,6 +82,7 @@ class DeploymentWorld:
             resource_version="1",
             spec=self.spec,
             status=self.status,
+            is_deleting=self.is_deleting,
             children=tuple(
                 child_of(document, index, "u", self.kept_of_replicas.values())
                 for name, document in self.replicas.items()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from medha_operator.deployment.observed_deployment import child_of
+from medha_operator.deployment.observed_deployment import DEPLOYMENT_LABEL, child_of
 from medha_operator.replica.actions import Delete
 from reconcile.deployment_world import DeploymentWorld, applied, deleted, template, watched
 
@@ -28,6 +28,24 @@ def test_a_new_deployment_has_its_replicas_and_then_nothing_is_written(world: De
         3,
         3,
     )
+    assert world.plan().actions == ()
+
+
+def test_a_volume_that_is_mounted_twice_begins_no_rollout_after_the_first() -> None:
+    mounts = [{"name": "data", "mountPath": f"/{part}", "subPath": part} for part in ("a", "b")]
+    sidecar = {"name": "side", "image": "s", "volumeMounts": mounts}
+    pods = {"spec": {"containers": [sidecar], "volumes": [{"name": "data", "emptyDir": {}}]}}
+    world = DeploymentWorld(2, template=template(template=pods))
+    assert world.settle() == 0
+    assert world.condition("Ready") == ("True", "Complete")
+    assert world.plan().actions == ()
+
+
+def test_a_deployment_that_is_being_deleted_says_so_once(world: DeploymentWorld) -> None:
+    world.is_deleting = True
+    world.do(world.plan().actions)
+    assert world.condition("Ready") == ("False", "Deleting")
+    assert world.status.available_replicas == 3
     assert world.plan().actions == ()
 
 
@@ -471,9 +489,12 @@ def test_a_replica_of_somebody_else_is_never_touched() -> None:
     assert "d-1" in world.replicas
 
 
-def test_a_name_that_nobody_wants_may_be_anybodys(world: DeploymentWorld) -> None:
+@pytest.mark.parametrize(
+    "labels", [{}, {DEPLOYMENT_LABEL: "other"}], ids=["made by hand", "left by another one"]
+)
+def test_a_name_that_nobody_wants_may_be_anybodys(world: DeploymentWorld, labels: dict[str, str]) -> None:
     foreign = copy.deepcopy(world.replicas["d-2"])
-    foreign["metadata"] |= {"name": "d-70", "uid": "else", "labels": {}, "ownerReferences": []}
+    foreign["metadata"] |= {"name": "d-70", "uid": "else", "labels": labels, "ownerReferences": []}
     world.replicas["d-70"] = foreign
     watched(world)
     assert world.condition("Ready") == ("True", "Complete")

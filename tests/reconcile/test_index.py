@@ -54,6 +54,26 @@ def test_a_replica_that_is_created_again_is_rid_of_the_pod_of_its_predecessor_on
     asyncio.run(test())
 
 
+def test_copies_of_a_pod_are_no_members() -> None:
+    """`kubectl debug r-l0-0 --copy-to=debug --keep-labels` makes such a copy."""
+
+    async def test() -> None:
+        stage = Stage(FakeCluster())
+        key = stage.see(resource("MedhaReplica"))
+        await stage.work()
+        lane = stage.cluster.objects["StatefulSet", "default", "r-l0"]
+        stage.see(pod_of_lane(lane))
+        stage.see(pod_of_lane(lane, name="r-l0-1", ownerReferences=[]))
+        for name in ("debug", "r-l0-1-copy", "other-r-l0-1"):
+            stage.see(pod_of_lane(lane, name=name, ownerReferences=[]))
+        observed = stage.index.observe(key)
+        assert observed is not None
+        assert sorted(pod.name for pod in observed.pods) == ["r-l0-0", "r-l0-1"]
+        assert observed.earlier_pods == ()
+
+    asyncio.run(test())
+
+
 def test_a_silent_node_is_judged_by_all_nodes_of_the_cluster() -> None:
     async def test() -> None:
         stage = Stage(FakeCluster())

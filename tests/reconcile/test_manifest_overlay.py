@@ -57,6 +57,26 @@ def test_overrides_are_merged_by_name(over: dict[str, Any], path: tuple[Any, ...
     assert found == expected
 
 
+MOUNTS = [{"name": "data", "mountPath": "/a"}, {"name": "data", "mountPath": "/b", "subPath": "b"}]
+
+
+def test_a_volume_may_be_mounted_at_several_paths() -> None:
+    below = [{"name": "model", "mountPath": "/model", "readOnly": True}]
+    over = [*MOUNTS, {"name": "model", "mountPath": "/mine"}]
+    assert overlaid(below, over) == below + over
+    assert overlaid(below, [{"name": "data", "mountPath": "/model"}])[0]["name"] == "data"
+    assert holds(MOUNTS, MOUNTS)
+    assert holds([*below, *MOUNTS], MOUNTS)
+    assert not holds([MOUNTS[0], {**MOUNTS[1], "subPath": "c"}], MOUNTS)
+    assert not holds(MOUNTS[:1], MOUNTS)
+
+
+def test_of_variables_with_one_name_the_last_counts() -> None:
+    twice = [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]
+    assert overlaid([{"name": "A", "value": "0"}], twice) == [{"name": "A", "value": "2"}]
+    assert holds(twice, twice)
+
+
 def test_no_overrides_change_nothing_and_neither_side_is_changed() -> None:
     before = str(POD)
     assert overlaid(POD, {}) == POD

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha_operator.replica.actions import Action, Apply, Confirm, Delete, Plan
+from medha_operator.replica.actions import Action, Apply, Confirm, Delete, Plan, SetStatus
 from medha_operator.replica.observed import Node
 from reconcile.world import GRID, World, condition, deleted_pods, uids
 
@@ -36,14 +36,23 @@ def test_pods_know_their_revision_so_that_their_ranks_meet_no_other(world: World
         assert {"name": "MEDHA_REVISION", "value": world.status.revision} in worker["env"]
 
 
-def test_a_replica_that_is_being_deleted_is_left_to_the_garbage_collector(world: World) -> None:
+def test_a_replica_that_is_being_deleted_says_so_and_is_left_to_the_garbage_collector(world: World) -> None:
+    before = world.status
     world.is_deleting = True
+    (action,) = world.plan().actions
+    assert isinstance(action, SetStatus)
+    world.do([action])
+    assert condition(world, "Ready") == ("False", "Deleting")
+    assert condition(world, "Reconciling") == ("True", "Deleting")
+    assert condition(world, "Serving") == ("True", "Serving"), "its pods finish open requests"
+    assert world.status.newest_member == before.newest_member
     assert world.plan() == Plan(())
 
 
 def test_a_replica_that_waits_for_its_pods_to_end_is_rid_of_those_on_a_lost_node(world: World) -> None:
     """`kubectl delete --cascade=foreground` does this."""
     world.is_deleting = True
+    world.do(world.plan().actions)
     world.pods = {name: replace(pod, is_deleting=True) for name, pod in world.pods.items()}
     world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
     world.nodes["lost"] = Node(unreachable_since=world.now)

@@ -158,7 +158,9 @@ def child_of(document: Object, index: int, deployment_uid: str, revisions: Itera
         resource_version=metadata["resourceVersion"],
         revision=labels.get(TEMPLATE_LABEL, ""),
         running=running,
-        is_ours=controller["uid"] == deployment_uid if controller else DEPLOYMENT_LABEL in labels,
+        is_ours=controller["uid"] == deployment_uid
+        if controller
+        else labels.get(DEPLOYMENT_LABEL) == metadata["name"].rpartition("-")[0],
         is_left_over=controller is not None
         and controller["uid"] != deployment_uid
         and controller.get("kind") == "MedhaDeployment"

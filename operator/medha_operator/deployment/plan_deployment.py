@@ -55,7 +55,7 @@ from medha_operator.replica.actions import (
     soonest,
     status_change,
 )
-from medha_operator.replica.conditions import problems_in, stamped
+from medha_operator.replica.conditions import deleting, problems_in, stamped
 from medha_operator.replica.event_reasons import REFUSED
 from medha_operator.replica.observed import seconds, timestamp
 from medha_operator.replica.revision import restart_fields
@@ -67,8 +67,11 @@ def plan_deployment(observed: ObservedDeployment, now: float, settings: Operator
 
     `now` is Unix time in seconds.
     """
-    if observed.is_deleting:
-        return Plan(())  # the garbage collector deletes the replicas
+    if observed.is_deleting:  # the garbage collector deletes the replicas
+        status = deleting(
+            observed.status, observed.generation, now, "it was deleted; its replicas finish open requests"
+        )
+        return Plan(status_change(observed.status, status))
     try:
         spec = MedhaDeploymentSpec.model_validate(observed.spec)
     except ValidationError as error:

@@ -9,7 +9,9 @@ from pydantic import ValidationError
 
 from medha_operator.replica.nodes import MOVING, eviction_blocker, may_drain, on_cordoned_node
 from medha_operator.replica.observed import Observed, Pod, seconds, timestamp
-from medha_operator.status_fields import Condition
+from medha_operator.status_fields import Condition, DeploymentStatus, ReplicaStatus
+
+Status = ReplicaStatus | DeploymentStatus
 
 TERMINAL = frozenset(
     {
@@ -120,6 +122,15 @@ def refuse(reason: str, message: str) -> tuple[DerivedCondition, ...]:
     )
 
 
+def derive_waiting(reason: str, message: str) -> tuple[DerivedCondition, ...]:
+    """Return the conditions of a resource that waits for objects to be deleted."""
+    return (
+        DerivedCondition("Ready", False, reason, message),
+        DerivedCondition("Reconciling", True, reason, message),
+        DerivedCondition("Stalled", False, reason),
+    )
+
+
 def problems_in(error: ValidationError) -> str:
     """Return the problems of a spec, field by field."""
     return "; ".join(
@@ -137,6 +148,18 @@ def begins_to_fail(before: Iterable[Condition], after: Iterable[Condition]) -> s
         next((one.reason for one in conditions if one.type == "Ready"), "") for conditions in (before, after)
     ]
     return reasons[1] if reasons[1] in _FAILING and reasons[0] != reasons[1] else None
+
+
+def with_conditions(status: Status, over: Iterable[Condition]) -> Status:
+    """Return `status` with some conditions replaced or added."""
+    conditions = {condition.type: condition for condition in (*status.conditions, *over)}
+    return status.model_copy(update={"conditions": tuple(conditions.values())})
+
+
+def deleting(status: Status, generation: int, now: float, message: str) -> Status:
+    """Return the status of a resource that has been deleted and waits, as `message` says."""
+    conditions = stamped(derive_waiting("Deleting", message), status.conditions, generation, now)
+    return with_conditions(status.model_copy(update={"observed_generation": generation}), conditions)
 
 
 def stamped(

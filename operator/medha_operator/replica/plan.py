@@ -34,6 +34,7 @@ from medha_operator.replica.actions import (
 )
 from medha_operator.replica.conditions import (
     begins_to_fail,
+    deleting,
     derive_conditions,
     derive_refused_conditions,
     problems_in,
@@ -83,7 +84,13 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     lost, again = _from_lost_nodes(observed, now)
     # The garbage collector deletes everything that is owned, but waits for pods to end.
     if observed.is_deleting:
-        return Plan(tuple(lost), again)
+        status = deleting(
+            observed.status,
+            observed.generation,
+            now,
+            "it was deleted; its pods finish open requests for at most lifecycle.drainSeconds",
+        )
+        return Plan((*lost, *status_change(observed.status, status)), again)
     owner = Owner(observed.name, observed.namespace, observed.uid)
     try:
         spec = MedhaReplicaSpec.model_validate(observed.spec)
