@@ -43,7 +43,7 @@ def run_options(purpose: str) -> Callable[[_Command], _Command]:
 
 
 class Number(click.FloatRange):
-    """A finite number in a range. Every comparison with NaN is false, so click's own range accepts it."""
+    """A finite number in a range. Click's own range accepts NaN, because every comparison with NaN is false."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)

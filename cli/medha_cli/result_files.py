@@ -26,8 +26,8 @@ def figures_beside(page: Path) -> Path:
 def require_writable(option: str, *files: Path, inputs: Sequence[Path] = ()) -> None:
     """Check, before the work begins, that its results can be written.
 
-    A file is created beside each and removed again: permissions alone are not enough (root, read-only file
-    systems).
+    Permissions alone do not show that (root, read-only file systems). So a file is created beside each, and removed
+    again.
 
     Raises:
         ConfigInvalid: a file cannot be written, or is one of `inputs`; names the option, the file and the fix.

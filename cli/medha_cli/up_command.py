@@ -36,7 +36,7 @@ from medha_traces.switch import destination, require_installed
 from medha_worker.checkpoints.preflight import require_possible
 from medha_worker.host_memory import host_free_bytes
 
-SOCKET_PATH_BYTES = 100  # Linux allows 107 for a socket's path; ours are the run directory and the name below
+SOCKET_PATH_BYTES = 100  # Linux allows 107 for a socket's path; ours is the run directory and a name in it
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers": "router"}
 
@@ -179,7 +179,7 @@ def command(
 
 
 def _with_ports(replica: MedhaReplica, port: int | None) -> MedhaReplica:
-    """Return the replica with the requested port. Free ones are chosen here, so that parts that are restarted keep them."""
+    """Return the replica with the requested port. For port 0, a free one is chosen here: a restarted part keeps it."""
     given, metrics = replica.spec.router, replica.spec.metrics
     port = given.port if port is None else port
     router = given.model_copy(
