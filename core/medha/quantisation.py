@@ -144,8 +144,8 @@ class WeightFormat:
     ) -> int:
         """Return the memory of a weight of [rows, columns].
 
-        Scales have the type in which the format's writers store them, else that of unquantised values, of `element_bytes`.
-        `is_for_device_units`: the weight is in the form that a GPU's units for 8 and 4 bits take, if it has one.
+        A scale has `scale_bytes`, or, if the format does not say, the `element_bytes` of an unquantised value.
+        `is_for_device_units`: if a GPU's units for 8 and 4 bits can multiply with the weight, it is held in their form.
         """
         blocks = 1 if self.block_rows is None else -(-rows // self.block_rows)
         groups = self.groups(columns)
@@ -161,7 +161,7 @@ class WeightFormat:
         )
 
     def _scales_bytes_for_units(self, rows: int, columns: int) -> int | None:
-        """Return the bytes of scales beside a weight that a GPU's units take; None if they do not take it."""
+        """Return the bytes of the scales if a GPU's units can multiply with the weight; None if they cannot."""
         if self.bits == 4 and not self.is_float:
             is_taken = (
                 self.activations is None
@@ -192,15 +192,15 @@ class WeightFormat:
 INT4_GROUPS = (32, 64, 128, 256)
 """Neighbouring columns of INT4 that may share a scale where a GPU's units multiply with them."""
 INT4_ROWS = 8
-"""Rows of such weights are a multiple of it."""
+"""The number of rows of such a weight is a multiple of this."""
 INT8_ALIGNED, FP8_ALIGNED = 8, 16
 """Rows and columns of weights in INT8, and in FP8, are multiples of these for a GPU's units."""
 INT8_MOST_COLUMNS = 2**31 // 2**14 - 1
-"""Columns of INT8 whose products surely add up within 32 bits: each is at most 128 x 128."""
+"""Most columns of INT8 whose products cannot overflow 32 bits when they are added up: each is at most 128 x 128."""
 FP8_BLOCK = 128
 """Rows and columns that share a scale in the blocks that a GPU's units take."""
 FP8_BLOCKS_ALIGNED = 4
-"""Scales of a row of blocks lie in memory for a multiple of so many."""
+"""In memory, the scales of a row of blocks are padded to a multiple of this number."""
 _SCALE_BYTES = 4  # of float32
 _UNIT_VALUE_BYTES = 2  # of bfloat16: a scale and a shift for each row and group
 
@@ -221,9 +221,10 @@ class Quantisation:
         method: The name of `quant_method`.
         formats: Formats, each with the layers that it is for: names, `re:` and an expression, or `Linear` for all.
         ignored: Layers that are not quantised, named in the same way.
-        ignores_parts: True if an ignored layer may also be named by whole parts of its name, between dots.
-        ignores_any_part: True if it may be named by any piece of its name: AutoAWQ leaves `gate_proj` as it is for `gate`.
-        kv_scales: Whether the checkpoint stores scales for K and V in FP8, for each layer or for each head; None: it does not.
+        ignores_parts: True if an entry also ignores the layers in whose names it stands between dots.
+        ignores_any_part: True if an entry ignores all layers whose names contain it. In AutoAWQ, `gate` ignores `gate_proj`.
+        kv_scales: Whether each layer (`tensor`) or each head (`attn_head`) has stored scales for K and V in FP8; None: there
+            are none.
     """
 
     method: str
@@ -242,7 +243,7 @@ class Quantisation:
             return None
         if any(_names(entry, layer) for entry in self.ignored):
             return None
-        # A layer's own name goes before an expression, and that before the name of the class.
+        # A layer's own name takes precedence over an expression, and an expression over the name of the class.
         for rank in (0, 1, 2):
             for targets, form in self.formats:
                 if any(_rank(target) == rank and _names(target, layer) for target in targets):
@@ -250,7 +251,7 @@ class Quantisation:
         return None
 
     def joint_expert_bytes(self, hidden: int, intermediate: int) -> float | None:
-        """Return the mean bytes of a weight of experts in one tensor for all, scales included; None if it is not quantised."""
+        """Return the mean bytes of a weight, scales included, in a tensor for all experts; None if that is not quantised."""
         form = self.format_of(_EXPERTS)
         if form is None:
             return None
@@ -289,7 +290,7 @@ def decode(
 
 
 def shown(value: object) -> str:
-    """Return a value as errors show it: a long one without its middle, as a list may name each layer of a model."""
+    """Return a value as errors show it; a long one, such as a list of all layers, loses its middle."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:80]}...{text[-20:]}"
 
@@ -428,7 +429,7 @@ def _compressed_tensors(fields: _Settings) -> Quantisation:
 
 
 def _kv_scales(scheme: _Settings) -> Literal["tensor", "attn_head"]:
-    """Return whether a layer or a head of K and V has a scale, if they were calibrated for FP8."""
+    """Return whether each layer or each head has a scale for K and V; scales for other types than FP8 are refused."""
     if scheme.get("type") != "float":  # absent, it is "int"
         raise scheme.unsupported("type", "type 'float' (FP8)")
     scheme.choice("num_bits", 8)

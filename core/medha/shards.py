@@ -260,8 +260,8 @@ def digest_of(maps: Mapping[str, ShardMap]) -> bytes:
 def spreads(
     prompt_tokens: int, reserved_tokens: int, *, lanes: int, tokens_per_lane: int, lane_tokens: int
 ) -> bool:
-    """Return whether a request is cut over lanes: its prompt exceeds one lane's share, or all of it a whole lane."""
-    fair_share = -(-prompt_tokens // lanes)  # the least cap with which the lanes can hold the prompt
+    """Return whether a request is cut over lanes: its prompt exceeds one lane's share, or its reservation a whole lane."""
+    fair_share = -(-prompt_tokens // lanes)  # the smallest limit per lane that leaves room for the prompt
     return prompt_tokens > max(tokens_per_lane, fair_share) or reserved_tokens > lane_tokens
 
 

@@ -5,7 +5,7 @@ A message is one multipart ZeroMQ message::
     frame 0   {"v": 1, "type": "Submit", "body": {...}}      UTF-8 JSON
     frame 1   token ids (little-endian int32) or file bytes   only after Tokens and BundlePart
 
-One million token ids are 4 MB as a raw frame and 8 MB as JSON, and take a twelfth of the time. A peer of
+One million token ids take 4 MB as a raw frame and 8 MB as JSON, and the raw frame takes a twelfth of the time. A peer of
 version N reads versions N and N - 1, and ignores fields that it does not know, so that routers and replicas
 can be upgraded one after the other. Fields with their default value are left out, so changing a default
 requires a new version. Decoding never executes anything: the types are a closed set and there is no pickle.
@@ -31,7 +31,7 @@ TOKENS_PER_FRAME = 262_144
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_TOKENS_FRAME_BYTES = 4 * 4 * TOKENS_PER_FRAME  # a peer of another version may use other piece sizes
 MAX_INTEGER = 2**63 - 1
-"""Largest absolute value of an integer in a message; JSON's may be too long to fit even into floats."""
+"""Largest absolute value of an integer in a message. An integer in JSON may be too large even for a float."""
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -109,8 +109,8 @@ def decode(frames: Sequence[bytes | memoryview]) -> tuple[Message, memoryview | 
 def digest(messages: Sequence[Message | SteppedAside]) -> str:
     """Return a 64-bit hexadecimal digest of the frames of `messages`; "" for no messages.
 
-    Equal lists have equal digests. A `SteppedAside` stays inside a controller and has no frame; it counts with its
-    fields.
+    Equal lists have equal digests. A `SteppedAside` stays inside a controller and has no frame, so its fields are
+    digested instead.
     """
     if not messages:
         return ""

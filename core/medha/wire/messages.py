@@ -310,7 +310,7 @@ class Announce:
     reports_progress: bool = False  # it understands `WatchProgress`
     follows_grammars: bool = False  # it reads `Sampling.grammar`; an earlier release samples any text
     ends_texts: bool = True  # the model has a token that ends a text, without which it can follow no grammar
-    kv_dtype: str = "auto"  # spec.kvCache.dtype; a text goes on where it is the same, if it can
+    kv_dtype: str = "auto"  # spec.kvCache.dtype; a request resumes where it is the same, if it can
     hands_kv_over: bool = False  # it gives KV to other replicas of its model, and takes theirs (`KvAsk`)
     kv_identity: str = ""  # digest of all that its KV depends on; no KV is handed over if it differs
     read_seconds: float = 0.0  # predicted for each read of another replica's KV, however small
@@ -639,12 +639,12 @@ class StepEntry:
     `local`, `shard_map_version` is the version of the sequence's shard map that the step was planned with; a
     rank with another version ends the epoch.
 
-    The last positions of an entry with `drafts` hold these guesses at the tokens that come next. A token is sampled
-    before each of them, for as long as each guess is the token sampled, and one after that.
+    The last positions of an entry with `drafts` hold these guesses at the tokens that come next. The rank samples a token
+    for each guess, up to the first guess that differs from its token. If all guesses are right, it samples one token more.
 
-    The draft model of the rank that samples first computes up to `follows` tokens before the entry's positions, from the
-    first one on that it has not computed yet. If none of them is left, it draws up to `draws` guesses at the tokens after
-    those that are sampled, and the rank reports them in `Done.drafts`.
+    The rank that samples has the draft model. That first catches up: of the tokens before the entry's positions, it computes
+    up to `follows` that it has not computed yet, in order. Once none is left, it draws up to `draws` guesses at the tokens
+    after those that are sampled, and the rank reports them in `Done.drafts`.
     """
 
     id: str
@@ -695,7 +695,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StoreLookup:
-    """Ranks of a lane report how many of these objects, from the first on, the store has; the answer bears the `number`.
+    """Ranks of a lane report how many of these objects, from the first on, the store has, and repeat the `number`.
 
     This is handled as soon as it arrives, also while a step runs.
     """
@@ -720,7 +720,7 @@ class CompileGrammar:
 
 @dataclass(frozen=True, slots=True)
 class DropGrammar:
-    """No sequence will need a grammar any more, other than those that are admitted already."""
+    """Only sequences that are already admitted still need a grammar."""
 
     name: str
     epoch: int = 0
@@ -768,7 +768,7 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Durations of a rank's warm-up steps (seconds): constants, and curves that replace them where measured."""
+    """Durations of a rank's warm-up steps, in seconds: constants, and measured curves that replace some of them."""
 
     step_seconds: float  # any step, however small
     linear_seconds_per_token: float
@@ -846,7 +846,7 @@ class StoreFigures:
     hash_key: str = ""
     """Key of the hashes of its objects, hexadecimal. The controller removes it from what it records."""
     fault: str = ""
-    """Reason why this epoch goes without it; empty: it does not."""
+    """Reason why this epoch does not use the store; empty: it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -977,7 +977,7 @@ class DiskReport:
     not_loaded: tuple[int, ...] = ()  # extents
     damaged: tuple[str, ...] = ()
     fault: str = ""
-    """Reason why the rank uses its disk no more in this process; empty: it does."""
+    """Reason why the rank's process has stopped using its disk; empty: it uses it."""
     looked_up: tuple[tuple[int, int], ...] = ()
     """Answers to `StoreLookup`: number, and how many objects the store has."""
     stored: tuple[str, ...] = ()  # objects that are in the store

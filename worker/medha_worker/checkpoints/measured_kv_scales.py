@@ -142,7 +142,7 @@ def measure_scales(
 def reach_of(
     directory: Path, sequences: Sequence[Sequence[int]], progress: Progress = lambda _done, _total: None
 ) -> list[HeadReach]:
-    """Return what these sequences need of the scales that a rank has for FP8, wherever these come from.
+    """Return how far these sequences reach into the range of the scales that a rank uses for FP8, whatever their source.
 
     Raises:
         MedhaError: as in `measure_scales`.

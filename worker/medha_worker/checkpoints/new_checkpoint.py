@@ -34,7 +34,7 @@ def new_checkpoint(directory: Path | str, *, force: bool) -> Iterator[Path]:
     Raises:
         ConfigInvalid: the directory is in use.
     """
-    # Resolved, so that a relative path such as "." has a parent and a name, and a link's target is replaced.
+    # Resolved, because a path such as "." has no parent and no name, and so that the target of a link is replaced, not the link.
     target = Path(directory).resolve()
     _require_replaceable(target, force)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ RANK_BYTES = 128 * 2**20
 def require_possible(
     spec: MedhaReplicaSpec, directory: Path, free_bytes: int, draft_directory: Path | None = None
 ) -> None:
-    """Refuse what cannot be served on a machine with `free_bytes` of memory, whatever ranks would measure.
+    """Refuse what a machine with `free_bytes` of memory certainly cannot serve, before ranks measure what they need.
 
     `draft_directory` is that of the checkpoint of a draft model or head, if there is one.
 

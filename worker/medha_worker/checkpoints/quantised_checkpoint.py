@@ -147,10 +147,10 @@ class RoundedWeight:
 def quantise(
     weights: Mapping[str, torch.Tensor], settings: dict[str, Any], seed: int = 0
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return a checkpoint's tensors with its linears as `settings`, a `quantization_config`, says; and what they stand for.
+    """Return a checkpoint's tensors with its linears quantised by `settings`, a `quantization_config`; and their numbers.
 
-    The second are the rounded weights, float32, of all layers that are quantised, by the layer's name. `seed` is that of
-    the order of columns in groups, where a format stores one.
+    The numbers are the rounded weights of all quantised layers, float32, by the layer's name. If a format stores the group of
+    each column, `seed` decides which columns share one.
     """
     description = decode(settings)
     stored, numbers = {}, {}
@@ -222,7 +222,7 @@ def round_weight(weight: torch.Tensor, form: WeightFormat, seed: int = 0) -> Rou
 
 
 def _usable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return scales in the type that stores them; of zeros any scale will do."""
+    """Return scales in the type that stores them, and 1 in place of 0: any scale is right for values that are all 0."""
     scale = scale.to(dtype)
     return scale.masked_fill(scale == 0, 1.0)
 
@@ -260,7 +260,7 @@ def pack(made: RoundedWeight, form: WeightFormat) -> dict[str, torch.Tensor]:
 
 
 def _words(values: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return values from 0 on, [rows, columns], packed along columns into int32, the first in the lowest bits.
+    """Return values without a sign, [rows, columns], packed along columns into int32, the first in the lowest bits.
 
     `order` has the places, within each word's columns, of the values from the lowest bits on.
     """

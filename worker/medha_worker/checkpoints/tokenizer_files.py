@@ -279,7 +279,7 @@ def _add_tokens(
     if special_again:
         again = dict.fromkeys(str(token) for token in (*named.values(), *others))
         tokenizer.add_tokens([AddedToken(text, special=True) for text in again])
-    # The library continues to hide a token that was once special, but would not save that.
+    # Once a token was special, the library hides it in texts, but a saved tokenizer would not: so it stays special.
     once_special = {token.content for token in before.values() if token.special}
     for token in tokenizer.get_added_tokens_decoder().values():
         if token.content in once_special and not token.special:

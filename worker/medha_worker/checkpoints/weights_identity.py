@@ -69,7 +69,7 @@ def content_identity(directory: Path) -> str:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the files that say which weights a checkpoint has: of `pytorch_model.bin` only if there are no safetensors."""
+    """Return a checkpoint's JSON files and its files of weights; `pytorch_model.bin` counts only without safetensors."""
     weights = [*directory.glob("*.safetensors")] or [*directory.glob("pytorch_model.bin")]
     return sorted((*directory.glob("*.json"), *weights))
 
@@ -81,11 +81,11 @@ def _add_samples(digest: blake2b, file: BinaryIO, size: int) -> None:
 
 
 def _add_records(digest: blake2b, path: Path) -> None:
-    """Add samples of a file of `torch.save`, and the check sum that it has of each tensor.
+    """Add samples of a file of `torch.save`, and the checksums that it stores of its tensors.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is none.
+        ValueError: `torch.save` did not write it.
     """
     try:
         with ZipFile(path) as file:

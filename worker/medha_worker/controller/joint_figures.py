@@ -20,10 +20,11 @@ _Figures = TypeVar("_Figures", HostTierFigures, DiskTierFigures, StreamingFigure
 
 
 def slowest_rank(ranks: Sequence[RankReady]) -> RankReady:
-    """Return the report of the slowest rank, with the costs of the last stage, which has the head, samples and drafts.
+    """Return the report of the slowest rank, with the times that the last stage takes for the head, samples and drafts.
 
-    The times of tiers and of guesses are the longest of all ranks. If stages differ in how many layers have a window, only ranks of those
-    with the fewest count, because their attention grows most with the context. `ranks` are without hash keys.
+    The times of tiers and of guesses are the longest of all ranks. If stages differ in their share of layers with a window,
+    the slowest rank is one of a stage with the smallest share, because its attention grows most with the context. `ranks` are
+    without hash keys.
     """
     profiles = [ready.profile for ready in ranks]
     fewest = min(one.window_share for one in profiles)
@@ -83,7 +84,7 @@ def without_hash_keys(ranks: Sequence[RankReady]) -> tuple[list[RankReady], str]
 def chunk_seconds(profile: StepProfile) -> float:
     """Return the time of a chunk of 512 tokens after 512 tokens of context.
 
-    The rank where it is longest is the slowest, and ranks of other stages wait for it.
+    The slowest rank is the one with the longest time. Ranks of other stages wait for it.
     """
     pairs = 512 * (512 + 513 / 2)
     linear, attention = profile.linear_seconds_per_token, profile.attention_seconds_per_pair

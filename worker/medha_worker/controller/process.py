@@ -419,7 +419,7 @@ class Controller:
         try:
             config = derive(spec, slowest)
             core = ReplicaController(config, profile or slowest.profile, slowest.epoch)
-        except (ValueError, ArithmeticError) as error:  # each number is plausible, but not all together
+        except (ValueError, ArithmeticError) as error:  # plausible numbers that contradict each other
             self._ranks.end_epoch(f"the report of rank {slowest.rank} does not describe a replica: {error}")
             return
         differing = differing_scales(ranks, config.topology)

@@ -95,7 +95,7 @@ class PromptStore:
             return []
         released = list(prompt.held.values())
         prompt.held.clear()
-        prompt.awaited = max(prompt.awaited, len(released))  # whatever number came with the ids
+        prompt.awaited = max(prompt.awaited, len(released))  # even if fewer were announced
         if prompt.awaited <= 0 and not released:
             del self._prompts[name]  # all its requests were cancelled meanwhile
         return [self.hashed(submit) for submit in released]

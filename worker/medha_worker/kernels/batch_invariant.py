@@ -19,7 +19,7 @@ from medha_worker.kernels.sequence_span import SequenceSpan
 
 _ROWS = 70
 _PARTS = (slice(0, 1), slice(5, 6), slice(69, 70), slice(1, 4), slice(3, 36), slice(2, 66))
-"""Rows that are computed apart: one, a few, and as many as a tile of Triton's kernels has, at several places."""
+"""Rows that are also computed without the others: one, a few, half a tile of Triton's kernels, and a whole one."""
 _BLOCK_TOKENS = 16
 _MOST_COLUMNS = 2048  # of the weights that are tried: enough for every thread, little memory
 
@@ -27,7 +27,7 @@ _MOST_COLUMNS = 2048  # of the weights that are tried: enough for every thread, 
 def batch_invariant_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> Kernels:
     """Return kernels that keep the promise, checked on this device.
 
-    `others` write K and V, sample, and are the operators on single values, which have nothing to add up.
+    `others` write K and V, and sample. Operators on single values are theirs, too, because these add nothing up.
 
     Raises:
         KernelsUnavailable: there are none for this model here.
@@ -128,7 +128,7 @@ def _products_of_experts(sizes: KernelSizes) -> tuple[tuple[int, int], ...]:
 def _experts_are_invariant(
     kernels: Kernels, sizes: KernelSizes, device: Device, values: Callable[..., torch.Tensor]
 ) -> bool:
-    """True if rows get the bits of all rows also where other rows of their expert, or all those of another, are missing."""
+    """Return True if rows keep their bits when other rows of their expert, or all rows of another one, are missing."""
     if not sizes.expert_intermediate_size:
         return True
     columns, last = min(2 * sizes.expert_intermediate_size, _MOST_COLUMNS), _ROWS - 6
@@ -143,7 +143,7 @@ def _experts_are_invariant(
 
 
 def _is_invariant(compute: Callable[[slice], torch.Tensor]) -> bool:
-    """True if parts of the rows get the bits that they get among all."""
+    """Return True if rows get the same bits in parts as among all rows."""
     everything = compute(slice(0, _ROWS))
     return all(torch.equal(compute(part), everything[part]) for part in _PARTS)
 

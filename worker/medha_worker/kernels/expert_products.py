@@ -17,7 +17,7 @@ from medha_worker.kernels.protocol import ExpertProducts, MatrixProducts
 from medha_worker.kernels.row_blocks import row_blocks
 
 _ALIGNED_BYTES = 16
-"""The grouped matmul takes matrices whose rows begin at multiples of it."""
+"""The grouped matmul takes matrices whose rows begin at multiples of this."""
 
 _MOST_BLOCK_ROWS = 128
 _TILE_NUMBERS, _LEAST_COLUMNS = 1 << 24, 16

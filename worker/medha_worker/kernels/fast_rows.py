@@ -18,7 +18,8 @@ from medha_worker.kernels.activation_rounding import eight_bits
 from medha_worker.kernels.quantised_rows import FastRows, QuantisedRows
 
 _INT8_LEAST_ROWS, _BLOCK_ROWS = 24, 4
-"""Rows of activations: for INT8 on a GPU more than 16, in eights; for blocks of FP8 in fours. What is missing is zeros."""
+"""Rows of activations that the operators take: for INT8 on a GPU a multiple of eight above 16; for blocks of FP8 a multiple of
+four. Rows of zeros fill up the rest."""
 _SUMS = 1 << 25
 """Sums of INT8 that are held at a time, of 4 bytes."""
 INT4_MOST_ROWS = 64

@@ -249,6 +249,6 @@ class Kernels:
     latents.
     """
     pack: Callable[[torch.Tensor], MatrixWeight] | None = None
-    """Returns a weight in the form in which its products are fastest, or as it is. None: weights stay as they are read."""
+    """Returns a weight in the form in which its products are fastest; that may be its own. None: weights stay as read."""
     pack_rows: PackRows | None = None
     """The same for quantised weights. None: their numbers are made for each product."""

@@ -25,7 +25,7 @@ class RowBlocks:
 
 
 def row_blocks(row_ends: torch.Tensor, rows: int, size: int) -> RowBlocks:
-    """Return the blocks of `size` rows in which `rows` rows find room, however they are distributed.
+    """Return blocks of `size` rows that have room for `rows` rows, however these are distributed over experts.
 
     `row_ends` is as in `ExpertProducts.product`. There are rows // size + min(experts, rows) blocks, of which some may be empty.
     """

@@ -4,8 +4,9 @@ A file is compared with the Hub's digest once, when it arrives. A *proof* beside
 how many bytes, and when the file had last changed. As long as size and time are the same, nothing is read again; if the
 time differs, the file is compared again. Locks are per file, so that pods of different stages fetch at the same time.
 
-A file arrives under a name of its own, which the Hub's library takes from no earlier attempt. What a pod leaves there that
-is killed is removed later, by age: where locks do not reach other nodes, the file may still be arriving at one of them.
+While a file arrives, the Hub's library gives it a temporary name that no earlier attempt had. A pod that is killed leaves such
+a file behind. It is removed later, and only once it is old: where locks do not reach other nodes, a younger one may still be
+arriving at one of them.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class FetchedFiles:
                     path.unlink()
 
     def arriving_bytes(self) -> int:
-        """Return how much is there of files that have not arrived wholly."""
+        """Return the bytes that are on the volume of files that are still arriving."""
         found = 0
         for path in self._parts():
             with suppress(FileNotFoundError):  # it has just arrived at another pod
@@ -97,7 +98,7 @@ class FetchedFiles:
         return found
 
     def _parts(self) -> Iterator[Path]:
-        """Yield the files under which the Hub's library, and records, arrive."""
+        """Yield the temporary files of downloads and of records."""
         yield from self.folder.rglob("*.incomplete")
         yield from self._records.glob("*.partial")
 
@@ -185,7 +186,7 @@ def digest_of(path: Path, kind: Literal["sha256", "git-sha1"]) -> str:
 
 
 def _unchanged(path: Path, wanted: HubFile) -> Proof:
-    """Return the proof that a file has if it was found to be the wanted one, and nobody has changed it since."""
+    """Return the proof that a file must have: it was found to be the wanted one, and nobody has changed it since."""
     status = path.stat()
     return Proof(digest=wanted.digest, size_bytes=status.st_size, modified_ns=status.st_mtime_ns)
 

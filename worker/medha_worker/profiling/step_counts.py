@@ -56,7 +56,7 @@ class StepCounts:
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that are called in this context. It has to be entered within `FakeTensorMode`."""
+    """Counts the operators that are called in this context, which must be entered inside `FakeTensorMode`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

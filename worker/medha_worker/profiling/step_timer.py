@@ -2,8 +2,8 @@
 
 Only time matters here, so the K and V of contexts are random numbers that were never computed. Each sequence
 has its own: if they were shared, the caches would make many decodes look cheap. Steps are measured in rounds
-over the whole grid, each in a different order, because a machine's clock and neighbours change from minute to
-minute, and a step leaves its successor warmer or colder caches.
+over the whole grid, each in a different order, because a machine's clock speed and its other load change from minute to
+minute, and each step leaves caches in a state that makes the next one faster or slower.
 """
 
 from __future__ import annotations

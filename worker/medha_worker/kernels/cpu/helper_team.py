@@ -1,11 +1,11 @@
 """The threads that compute the calls of compiled kernels: the caller's, and helpers that it never waits for in vain.
 
-OpenMP's teams wait until every thread has come. Where router and controller share the cores with a rank, a thread is
-often not running when a call begins. Each of a step's dozens of calls would then last as long as the other process's
-turn.
+In OpenMP, a call begins only when every thread of the team runs. Where router and controller share the cores with a rank,
+one of the threads is often not running. Each of a step's dozens of calls would then wait until another process leaves a core.
 
-A helper may still be interrupted within a part, and the caller then waits for it. After such a wait the caller computes alone
-for some milliseconds, in which the other process has the helper's core. The results are the same to the bit.
+Here, the caller waits only for helpers that have begun a part of the call. If another process interrupts such a helper, the
+caller computes alone for some milliseconds after the wait, and leaves the helper's core to that process. The results are the
+same to the bit.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HelperTeam:
     def __init__(
         self, alone_seconds: float = _ALONE_SECONDS, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Make a team of the caller alone; it computes alone for `alone_seconds` after it has waited for a helper."""
+        """Make a team without helpers. After the caller has waited for a helper, it computes alone for `alone_seconds`."""
         self._alone_seconds, self._clock = alone_seconds, clock
         library = ctypes.CDLL(None)
         for name in LIBRARY_FUNCTIONS:
@@ -73,7 +73,7 @@ class HelperTeam:
         return self._clock() < self._alone_until
 
     def grow(self, threads: int) -> int:
-        """Have so many threads at least, the caller's among them; return how many there are."""
+        """Start helpers until the team has at least `threads` threads, the caller's included; return how many it has."""
         while len(self._helpers) < threads - 1:
             arguments = (self._code, self._state, len(self._helpers) + 1)
             helper = threading.Thread(target=_help, args=arguments, name="medha-kernels", daemon=True)
@@ -122,5 +122,5 @@ def _help(code: Compiled, state: _State, number: int) -> None:
 
 
 def _stop(state: _State, helpers: list[threading.Thread]) -> None:
-    """Let the helpers of a team end that is not used any more."""
+    """End the helpers of a team that is no longer used."""
     state.stop(len(helpers))

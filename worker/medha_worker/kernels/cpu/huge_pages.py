@@ -1,7 +1,7 @@
 """Memory for weights in huge pages, where the kernel gives them: a product reads thousands of pages of 4 KiB otherwise.
 
-Each page that a processor reads takes a place in its table of addresses, which has too few of them, and its prefetch ends
-with each page.
+Each page that a product reads takes an entry of the processor's TLB, which has too few for so many pages. And the
+processor's prefetch stops at the end of each page.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from contextlib import suppress
 
 import torch
 
-_CHUNK_BYTES = 64 << 20  # that are mapped at a time; memory that is not used is not resident
+_CHUNK_BYTES = 64 << 20  # mapped at a time; what is not used takes no physical memory
 _ALIGNED_BYTES = 4096
 
 
 class HugePages:
-    """Hands out float32 tensors one behind the other; a chunk of memory is freed when no tensor is left in it."""
+    """Hands out float32 tensors from chunks of memory; a chunk is freed when no tensor is left in it."""
 
     def __init__(self) -> None:
         self._chunk: mmap.mmap | None = None

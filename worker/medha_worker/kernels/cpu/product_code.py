@@ -1,9 +1,9 @@
 """Matrix products of float32 for CPUs, compiled for the vector registers of this machine.
 
-A thread goes through *panels*, each as many columns of the weight as fill a row's vectors in registers. It copies a
-block of a panel into first-level cache, and multiplies a few rows at a time by it in registers. Rows that are multiplied
-at once need no copy. Meanwhile the next block is prefetched: products of few rows wait for nothing but the weight.
-A row that is alone is multiplied along the lines of the weight instead, which the processor prefetches by itself.
+A thread goes through *panels*. A panel has as many columns of the weight as fill the vector registers of one row. The
+thread copies a block of a panel into first-level cache, and multiplies a few rows at a time by it in registers. If it needs
+the block only once or twice, it reads it in place. Meanwhile it prefetches the next block, so that products of few rows wait
+only for the weight. A single row is multiplied along the lines of the weight instead, which the processor prefetches by itself.
 
 A *packed* weight has its panels one behind the other, so that a thread reads memory in one run and copies nothing. One or
 two rows are multiplied by several panels at once: memory then has several requests to answer at a time.
