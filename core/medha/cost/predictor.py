@@ -146,7 +146,7 @@ class Tally:
         own = count * self._predictor._sequence_seconds
         keys: float = contexts_sum + count
         if count and self._predictor.profile.attention.window_share:
-            # All count as long as their mean: too much for the shorter ones, never too little.
+            # Each counts as if its context had the mean length: the sum may be too high, but never too low.
             keys = count * self._predictor._attention.seen(keys / count)
         reading = keys * self._predictor._decode_seconds_per_token
         self._attention += own
@@ -174,7 +174,7 @@ class Tally:
         return self._predictor.correction.seconds(self.parted_seconds())
 
     def parted_seconds(self) -> PartedSeconds:
-        """Return the same before correction, in its parts."""
+        """Return the predicted time before correction, in its parts."""
         if self._works == 0:  # sums may keep a rounding error
             return PartedSeconds()
         whole = self._predictor._stage(self.tokens, self.sequences, self._attention, self._masked)
@@ -199,7 +199,7 @@ class Tally:
         return self._decode_seconds
 
     def seconds_with(self, context: int, count: int, head_rows: int = 1) -> float:
-        """Return the same, with `count` query tokens after `context` tokens of KV added."""
+        """Return `seconds` of the step with `count` more query tokens of a sequence, after `context` tokens of its KV."""
         predictor = self._predictor
         seconds = predictor._attention.of(context, count, False)
         self._queried = (context, count, seconds)

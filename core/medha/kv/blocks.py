@@ -64,7 +64,9 @@ class BlockLedger:
         self._idle_blocks = 0  # remembered, and held by no sequence
         self._tables: dict[str, list[Run]] = {}
         self._table_blocks: dict[str, int] = {}
-        self._encoded: dict[str, bytes] = {}  # for `state_hash`: tables that have not changed since the last
+        self._encoded: dict[
+            str, bytes
+        ] = {}  # for `state_hash`: tables that have not changed since its last call
         self._streamed: dict[str, int] = {}  # streamed blocks of each sequence that has some
         self._holders = np.zeros(blocks + streamed_blocks, dtype=np.int32)  # sequences that hold each block
         self._remembered = np.zeros(blocks, dtype=np.bool_)
@@ -138,7 +140,8 @@ class BlockLedger:
         """Give a new sequence the blocks for `tokens` tokens, or change nothing and return False.
 
         Its table begins with the remembered blocks `cached`, which it shares; the rest are free ones. With `device_blocks`,
-        only the last blocks, at most so many, are of the pool; those before are streamed, and nothing is shared.
+        at most that many blocks come from the pool: the last ones of the table. All before them are streamed, and
+        nothing is shared.
         """
         assert sequence not in self._tables, f"{sequence} already holds KV"
         runs: list[Run] = []
@@ -237,9 +240,9 @@ class BlockLedger:
                 self._free(first, unheld & ~remembered)
 
     def freed_in_turn(self) -> Callable[[str], int]:
-        """Return a function of a sequence that counts the blocks which no other sequence holds.
+        """Return a function that counts the blocks which come free if a given sequence is released.
 
-        Sequences for which it was called before do not count as others. The ledger does not change.
+        Each call assumes that the sequences of all earlier calls have been released. The ledger does not change.
         """
         left = self._holders.copy()
 

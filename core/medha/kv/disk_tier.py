@@ -93,10 +93,12 @@ class _File:
     blocks: int
     ranks: set[int] = field(default_factory=set)  # that have it
     is_writing: bool = False
-    tier_blocks: int = 0  # most blocks of the tier when this file was begun to be written
+    tier_blocks: int = 0  # most blocks of the tier when the write of this file began
     source: Kept | None = None  # of the host tier, from which it is written
     loads: int = 0  # that read it
-    used_at: int = 0  # when a prompt last used it as the last one of its files, by the tier's count of uses
+    used_at: int = (
+        0  # the tier's count of uses when a prompt last named this file; not set for files that it continues
+    )
 
     @property
     def is_in_use(self) -> bool:
@@ -246,8 +248,9 @@ class DiskTier:
     def _takes(self, file: DiskFile, kept: Kept) -> bool:
         """Return whether a file of these blocks is to be written now, and note it if so.
 
-        If files that are read or written leave no room beside those that it continues, it waits until fewer are. A file that has no
-        place in the tier beside all of its prompt before it would be of no use, and is not written.
+        There may be no room beside the files that it continues and those that are being read or written. Then it waits until
+        fewer of these are. If the tier cannot hold it together with all of its prompt before it, it would be of no use, and
+        is not written.
         """
         blocks = hash_count(file.hashes)
         # Blocks of a file without space wait again once no rank writes them.
@@ -333,9 +336,11 @@ class DiskTier:
         self._recent = {}
 
     def _in_order(self) -> list[_File]:
-        """Return all files, the least recently used first: as if each use had put what it continues last.
+        """Return all files, the least recently used first.
 
-        Another order comes only where a later file has some of the same blocks, and so what continues them.
+        It is as if each use had at once put its file last, and then what that file continues. The order differs only
+        where a later file holds some of the same blocks: what continued the earlier file now counts as continuing the
+        later one.
         """
         latest_first = self._latest_first(
             sorted(self._recent.values(), key=lambda one: one.used_at, reverse=True)

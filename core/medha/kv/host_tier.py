@@ -14,11 +14,12 @@ what was dropped last. This is GreedyDual-Size (Cao and Irani, "Cost-aware WWW p
 costly stays longer, and what nobody uses ages, without a clock. An extent is worth at least as much as any behind it,
 because without its beginning a prefix is of no use.
 
-KV that a request waits for, because it is read from a file, a store or another replica, also takes the place of what
-is worth more. What was read for others, and not fetched yet, makes room only once the rest has aged by what that costs.
+A request may wait for KV that is being read from a file, the store or another replica. Such KV also replaces extents that
+are worth more than it is. Extents that were read for other requests, and not fetched yet, are spared until the tier has
+aged by what their blocks cost to compute.
 
-The KV of a request that has stepped aside is *kept for it* until it comes back: the tier takes it before all else, drops
-anything for it that is not kept, and drops none of it.
+The KV of a request that has stepped aside is *kept for it* until it comes back. The tier takes it before all else, and
+drops whatever is not kept to make room for it.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ class _Extent:
     worth: float
     is_unfetched: bool = False  # it was read for a request, and none has fetched it since
     read_from: KvTier = "host"  # `host`: it came from the device
-    # -> number of its blocks up to the last that is wanted
+    # Each entry with the number of this extent's blocks, from the first one to the last that the entry wants.
     wanted: dict[_Wanted, int] = field(default_factory=dict)
     parent: _Extent | None = None
     children: dict[int, _Extent] = field(default_factory=dict)
@@ -354,7 +355,7 @@ class HostTier:
         return found
 
     def lacks(self, hashes: str, start: int, stop: int) -> int:
-        """Return how many of the blocks from `start` on, and before `stop`, the tier lacks until the first that it holds."""
+        """Return how many of the blocks `start .. stop` (exclusive) of a prompt come before the first that the tier holds."""
         return self._index.lacks(hashes, start, stop)
 
     def pin(self, held: Iterable[Held]) -> None:
@@ -393,7 +394,7 @@ class HostTier:
         return count
 
     def _count_served(self, held: Iterable[Held], tickets: int) -> None:
-        """Count so many tickets more for each of some parts; this looks at no other extents."""
+        """Add `tickets` to the number of tickets that keep each of these parts; this looks at no other extents."""
         for one in held:
             parts = self._served_parts.setdefault(one.extent, Counter())
             before = sum(stop - start for start, stop in _joined(parts))
@@ -431,13 +432,13 @@ class HostTier:
         return made
 
     def begin_swap(self, hashes: str) -> None:
-        """Keep these blocks from the beginning of a prompt, those that come and those that are here, for a request that stepped aside."""
+        """Keep the blocks of these hashes for a request that stepped aside: those that are here, and those that come later."""
         one = _Swapped(hashes)
         self._swapped.append(one)
         self._want(one)
 
     def _want(self, one: _Swapped) -> None:
-        """Let those of a request's blocks that belong to no other one belong to it, and keep what is here of them."""
+        """Assign to a request those of its blocks that belong to no other request, and keep those of them that are here."""
         at = 0
         for other, _, count in list(self._wanted.runs(one.hashes, 0, hash_count(one.hashes))):
             if other is None:
@@ -612,8 +613,8 @@ class HostTier:
     def _raise(self, extent: _Extent | None, worth: float) -> None:
         """Make an extent, and those that it continues, worth at least so much.
 
-        What they are worth beyond the tier's age becomes the next step of a coarse scale. So extents that come one behind
-        the other, each worth a little more than the one before, do not raise all of those before them each time.
+        What they are worth beyond the tier's age is rounded up to the next step of a coarse scale. Without that, each of
+        many extents in a row that is worth a little more than the one before would raise all earlier ones again.
         """
         if extent is not None and extent.worth < worth:
             worth = max(worth, self._aged + _next_step(max(worth - self._aged, 0.0)))
@@ -633,7 +634,7 @@ class HostTier:
         return number in self._pinned or number in self._kept or number in self._loading
 
     def _offer(self, extent: _Extent) -> None:
-        """Let an extent be dropped if it may. Whatever ends a reason why it may not calls this again."""
+        """Add an extent to its heap if it may be dropped. Whatever ends a reason why it may not calls this again."""
         if not self._may_drop(extent):
             return
         heap = self._heap_of(extent)
@@ -652,8 +653,8 @@ class HostTier:
     def _next_heap(self, one: _Candidate) -> list[tuple[float, int]] | None:
         """Return the heap whose first extent makes room for a candidate; None if neither's does.
 
-        What was read for a request makes room for another read only once the rest has aged by as much as it costs: by then,
-        its request has mostly been admitted, or has ended.
+        What was read for a request makes room for another read only once the tier has aged by what it costs. By then, its
+        request has usually been admitted, or has ended.
         """
         found: list[tuple[float, int]] | None = None
         most_worth = most_worth_unfetched = inf if one.is_swapped else one.worth
@@ -673,8 +674,9 @@ class HostTier:
     def _drop_worth_less(self, one: _Candidate, missing: int) -> tuple[HostDrop, int] | None:
         """Drop up to `missing` blocks of the extent that is worth least; return how many, or None if all are worth more.
 
-        Only ends of prefixes are dropped; of those that are worth the same, the oldest one. For blocks that are kept for a
-        request, anything that is not kept makes room; for those that one waits for, anything but what others wait for.
+        Only ends of prefixes are dropped; of those that are worth the same, the oldest one. Anything that is not kept makes
+        room for blocks that are kept for a request. Anything but what others wait for makes room for blocks that a
+        request waits for.
         """
         while (heap := self._next_heap(one)) is not None:
             worth, number = heappop(heap)
@@ -685,7 +687,7 @@ class HostTier:
             keep = max(extent.blocks - missing, 0)
             found = HostDrop(number, keep), extent.blocks - keep
             if one.is_awaited and worth >= one.worth:
-                # By `worth`, one cheap load would age all that is costly at once.
+                # If the tier aged to `worth`, one cheap load would make all that is costly old at once.
                 self._age(one, extent.blocks - keep)
             else:
                 self._aged = max(self._aged, worth)
@@ -696,14 +698,15 @@ class HostTier:
     def _age(self, one: _Candidate, blocks: int) -> None:
         """Age what the tier holds by the cost of some blocks of a candidate that is worth less.
 
-        They are turned away, or they take the place of what is worth more. A tier of costly KV would else never change.
+        These blocks are turned away, or they replace what is worth more. Without ageing, a tier full of costly KV would
+        never change.
         """
         self._aged += one.block_seconds * blocks / self.ledger.blocks
 
     def _drop_behind(self, one: _Candidate, missing: int) -> tuple[HostDrop, int] | None:
         """Drop up to `missing` blocks from the end of what the tier holds behind a candidate; return how many.
 
-        Without the candidate they are of no use, whoever they are kept for.
+        Without the candidate they are of no use, even if they are kept for a request.
         """
         for key in _within(self._orphans, one.hashes, one.start, one.start + one.blocks, _block_before):
             for leaf in self._orphans[key].values():

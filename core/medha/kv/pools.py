@@ -78,9 +78,9 @@ Reach = Literal["device", "host", "disk"]
 """The farthest place where blocks of a prompt count. Those in files, and those being read, count only with `disk`."""
 
 _SERVED_PART = 2
-"""Divisor of a host tier: the largest part that other replicas may read at a time. Requests that have moved to them have no limit."""
+"""Other replicas may read the blocks of a host tier divided by this at a time; all of them for requests that have moved there."""
 _WRITING_PART = 4
-"""Divisor of a host tier: the largest part that is written to files at a time."""
+"""At most the blocks of a host tier divided by this are written to files at a time."""
 
 
 class TierPrices(Prices, DiskPrices, Protocol):
@@ -207,7 +207,7 @@ class _Lane:
     def find(self, hashes: str, stop: int, *, reach: Reach = "host", is_part: bool = False) -> _Found:
         """Return what this lane has of the first `stop` of `hashes`, without a gap.
 
-        `is_part`: other lanes have other parts of the prompt, and the caller checks its last window.
+        `is_part`: other lanes have other parts of the prompt, so the caller checks whether the window before its end is here.
         """
         match = self.cache.match(hashes, stop) if is_part else self.match(hashes, stop)
         if self.tier is None or reach == "device" or match.blocks == stop:
@@ -459,7 +459,7 @@ class _LaneFetches:
         self.blocks = sum(one.count for one in self._parts)
 
     def take(self, most_blocks: int) -> Iterator[Fetch]:
-        """Take the next up to `most_blocks` blocks."""
+        """Take the next blocks, at most `most_blocks` of them."""
         while most_blocks > 0 and self._parts:
             one = self._parts.popleft()
             count = min(one.count, most_blocks)
@@ -479,7 +479,7 @@ class _SequenceKv:
     chains: dict[int, str]  # lane -> hashes of the prompt's whole blocks there, in order
     unpublished: int  # whole prompt blocks that are not computed, or not yet in the cache
     outputs: list[str] = field(default_factory=list)  # hashes of the blocks after those of the prompt
-    # Number of objects, by lane, that were offered to the store, or would have been if it took them.
+    # By lane: how many objects have been decided about. They were offered to the store if it takes this sequence.
     objects: dict[int, int] = field(default_factory=dict)
     # True if the store takes the prompt and the output so far; None: that is not decided yet.
     is_stored: bool | None = None
@@ -829,7 +829,7 @@ class KvPools:
         return max((one.blocks for one in self._fetches.get(sequence, ())), default=0)
 
     def fetch(self, sequence: str, most_blocks: int) -> KvFetch:
-        """Take the next up to `most_blocks` blocks on each lane that a sequence still has to fetch."""
+        """Take the next blocks that a sequence still has to fetch: at most `most_blocks` on each lane."""
         of_lanes = self._fetches.get(sequence, [])
         taken = [part for one in of_lanes for part in one.take(most_blocks)]
         if not any(one.blocks for one in of_lanes):
@@ -1618,9 +1618,9 @@ class KvPools:
     def _in_stripes(
         self, parts: Sequence[tuple[int, _Found]], blocks: int, step: int
     ) -> npt.NDArray[np.bool_]:
-        """Do the same as `_in_order` for parts in stripes of `step` blocks: for at most `blocks`, or until a part ends.
+        """Do the same as `_in_order` for parts in stripes of `step` blocks: for at most `blocks` blocks, or until a part ends.
 
-        The last stripe is longer than others if the other lanes are full.
+        The last stripe is longer than the others if all other lanes were full.
         """
         at, lanes = np.arange(blocks), len(parts)
         turns, places = at // step % lanes, at // (step * lanes) * step + at % step

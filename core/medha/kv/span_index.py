@@ -4,9 +4,9 @@ A hash covers everything before its block in the prompt. So two prompts that hav
 a few blocks of a long span suffice to find all others: its first one, and those that are *marked*, because their hash ends with a 0,
 one of sixteen on average. To find another block, one looks at those near it in the prompt that is asked for.
 
-Of a short span, all blocks are in the index. Of a long one, a few may not be found by a lane that has other blocks of the prompt
-beside them, or once a span that has some of the same blocks is removed. Then a block counts as missing. It is never taken for
-another one.
+Of a short span, all blocks are in the index. A few blocks of a long one may not be found: where a lane also has other blocks
+of the prompt next to them, or once a span that has some of the same blocks is removed. Such a block counts as missing; it is
+never taken for another one.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class SpanIndex(Generic[Span]):
             start += count
 
     def lacks(self, hashes: str, start: int, stop: int) -> int:
-        """Return how many of the blocks from `start` on, and before `stop`, come before the first that a span holds."""
+        """Return how many of the blocks `start .. stop` (exclusive) of a prompt come before the first that a span holds."""
         if not self._places:
             return stop - start
         if start < stop and self.at(hashes, start) is not None:
@@ -132,7 +132,10 @@ class SpanIndex(Generic[Span]):
 
 
 def _blocks_before(hashes: str, start: int, block: int, span: BlockRun, found: int) -> int:
-    """Return how many blocks right before a block of a prompt, from `start` on, a span has before its block `found`, too."""
+    """Return how many blocks a prompt, from `start` on, and a span have in common right before their equal blocks.
+
+    Those are `block` of the prompt and `found` of the span.
+    """
     low, high = 0, min(block - start, found) + 1  # equal down to low
     while high - low > 1:
         middle = (low + high) // 2

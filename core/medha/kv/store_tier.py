@@ -31,7 +31,7 @@ _MOST_OBJECTS = 4096
 
 
 def object_blocks(block_bytes: int) -> int:
-    """Return how many blocks an object has: as fit into 8 MiB, 1 to 32. Latency is then a small part of a read."""
+    """Return how many blocks an object has: as many as fit into 8 MiB, from 1 to 32. Latency is then a small part of a read."""
     return max(1, min(_OBJECT_BYTES // block_bytes, _MOST_OBJECT_BLOCKS))
 
 
@@ -66,8 +66,8 @@ class Offer:
 class Offers:
     """Objects that wait to be written to the store, those of the oldest prompt first.
 
-    Nothing is kept for them: what is on the device no longer, and in no host tier, is not written. So no more wait than the
-    pools have blocks for.
+    No block is kept for them: once it is neither on the device nor in a host tier, it is not written. So their number is
+    limited to what the pools have blocks for.
     """
 
     def __init__(self, most_objects: int) -> None:
@@ -195,7 +195,7 @@ class StoreTier:
     # --- writes ---------------------------------------------------------------------------------------
 
     def has_place(self, lane: int) -> bool:
-        """Return whether another object of a lane may be written now; while the store rests, none has to wait for that."""
+        """Return whether another object of a lane may be considered now; while the store rests, each may, and is skipped."""
         writing = self._writing_blocks[lane]
         return self.rests or not writing or writing + self.object_blocks <= self._most_writing
 

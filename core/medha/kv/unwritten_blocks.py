@@ -39,7 +39,7 @@ class UnwrittenBlocks:
         """`written_blocks` returns how many of the blocks `start .. stop` of a prompt files hold, from the first one on."""
         self._written_blocks = written_blocks
         self.lost_blocks = 0
-        """Blocks that the host tier has dropped before the disk tier took them, or has not taken itself."""
+        """Blocks that the host tier has dropped before the disk tier took them, or had no place for at all."""
         self._extents: dict[int, _Waiting] = {}
         # Heap of (-worth, start, extent); stale entries are skipped.
         self._turns: list[tuple[float, int, int]] = []

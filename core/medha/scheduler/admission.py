@@ -39,7 +39,7 @@ LATE_SHARE = 0.35
 MOST_DEFERRED_SECONDS = 60.0
 """Longest time for which requests of owners with more than an equal share of KV may not claim, if others wait."""
 WAY_STEPS = 2
-"""Others make way for a claimant from so many longest steps before its latest start: freeing KV may take that long."""
+"""Others make way for a claimant once its latest start is so many of the longest steps away: freeing KV may take that long."""
 GROWTH_TOKENS = 1024
 """Tokens by which KV grows at a time beyond its reservation: enough that block tables stay long runs."""
 GROWTH_PART_OF_LANE = 16
@@ -150,7 +150,7 @@ class Admission:
         return needed - min(held_by_others, (submit.tokens - 1) // self._config.block_size_tokens)
 
     def _free_capacity(self) -> Capacity:
-        """Return the free blocks of the emptiest lane, of all lanes, and of the share of longs, ignoring claims."""
+        """Return what waiting requests may take if no claim keeps them out."""
         free = [self._free_blocks(lane) for lane in self._lanes]
         owners, together = self._table.owners, sum(free)
         over = owners.over(self._free_places, together)

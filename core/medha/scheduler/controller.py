@@ -265,7 +265,7 @@ class ReplicaController:
         return list(self._table)
 
     def expected_output_tokens(self, service_class: str) -> int:
-        """Return the output that is expected of a new request of a service class, tokens."""
+        """Return how many output tokens are expected of a new request of a service class."""
         return self._output_lengths.expected_tokens(service_class)
 
     @property
@@ -542,7 +542,7 @@ class ReplicaController:
         return grows, exhausted, aside
 
     def _make_way(self, now: float) -> list[Request]:
-        """Let requests of owners with much KV step aside for the claimant, if it would be late; return them."""
+        """Let requests of owners with much KV step aside for the claimant if it would otherwise be late; return them."""
         aside = self._admission.who_make_way(now, self.predictor.correction.prefill)
         for request in aside:
             request.makes_way = True
@@ -628,8 +628,8 @@ class ReplicaController:
     def _expected_output_tokens(self, submit: Submit, service_class: str, before: Request | None) -> int:
         """Return for how many output tokens a request reserves KV, unless its limit is lower.
 
-        `before` is the request as it stepped aside: to outgrow its KV again, it must at least double its output. One
-        that made way for another request did not outgrow it.
+        `before` is the request as it stepped aside. One that had outgrown its KV gets KV for at least twice its output. One
+        that made way for another request gets at least what it had, because it had not outgrown it.
         """
         produced = submit.tokens - submit.prompt_length
         expected = self._output_lengths.expected_tokens(service_class, submit.owner, produced)
@@ -708,8 +708,8 @@ class ReplicaController:
     ) -> Targets:
         """Return the targets of a request; one that stepped aside is due again, as a new one of its length would be.
 
-        `before` is the request as it stepped aside, None if it has not. A long one that did so for another's deadline
-        is due at `before.due_back`, which is earlier than its deadline was.
+        `before` is the request as it stepped aside; None if it has not. A long one that did so for another's deadline
+        is due at `before.due_back`.
         """
         service_class = self.config.service_classes[class_name]
         tpot_seconds = submit.tpot_target_seconds

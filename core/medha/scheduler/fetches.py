@@ -51,7 +51,10 @@ class Fetches:
         return sorted(here, key=lambda request: (request.deadline, request.tie))
 
     def take(self, request: Request, most_seconds: float, *, at_least_one: bool) -> KvFetch | None:
-        """Return a request's next fetch: the blocks that can be copied within a time, or at least one; None if none can."""
+        """Return a request's next fetch: the blocks that can be copied in `most_seconds`; None if there are none.
+
+        `at_least_one`: fetch one block even if it takes longer.
+        """
         assert self._seconds is not None
         block_seconds = self._seconds.fetch_seconds(1)
         unfetched = self._pools.unfetched_blocks(request.id)

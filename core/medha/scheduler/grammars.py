@@ -1,8 +1,8 @@
 """Grammars of requests: which ones have been compiled by the ranks that sample, and which requests wait for one.
 
 A grammar is compiled while its request waits for KV and while its prompt is computed. Until every lane has reported
-it, its requests are kept out of the step that would sample for them (`Request.awaits_grammar`), so no other request
-waits for a grammar that takes long. A request whose grammar is not compiled in time ends.
+that it is compiled, its requests are kept out of the step that would sample for them (`Request.awaits_grammar`). So no
+other request waits for a grammar that takes long. A request whose grammar is not compiled in time ends.
 
 Ranks keep a compiled grammar until a message drops it. They keep the grammars of all open requests, and the
 `KEPT_GRAMMARS` others that were used last.

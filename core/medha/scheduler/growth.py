@@ -81,8 +81,8 @@ def who_make_way(
         owner: the owner of the waiting request.
         needed_blocks: KV that the waiting request takes.
         missing_blocks: the part of it that is not free.
-        frees: a function of a request's id. It returns the blocks that come free if that request gives its KV back, after
-            all those for which the function was called before.
+        frees: a function of a request's id. It returns how many blocks come free if that request gives its KV back, given that
+            the requests of all earlier calls have given theirs back.
     """
     held = {name: replace(one) for name, one in held.items()}
     will_hold = held.setdefault(owner, Held()).blocks + needed_blocks

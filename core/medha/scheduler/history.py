@@ -147,7 +147,7 @@ class Facts:
     completed: Completed | None = None
     moves: list[tuple[str, OpenPhase | None, int]] = field(default_factory=list)
     """Phases that begin or continue, as (request, phase, prompt tokens). The phase is None if the request has ended. The
-    tokens are 0 unless the request begins to wait or begins its prefill."""
+    number of tokens is 0 unless the request begins to wait or begins its prefill."""
     launched: list[Launched] = field(default_factory=list)
     first_tokens: list[OpenRequest] = field(default_factory=list)
     later_tokens: int = 0  # output tokens, without those that are the first of a request

@@ -18,9 +18,8 @@ from medha.scheduler.request import Request
 class Decodes:
     """The decodes of one lane, aggregated so that the packer need not examine each.
 
-    Requests in `runnable` have a next token to compute. The KV of those that lie on this lane alone is
-    summed. Targets count every running decode, also those whose token is in flight: they wait for this step
-    just the same.
+    Requests in `runnable` have a next token to compute. `contexts_tokens` sums the KV of those that lie on this lane
+    alone. Targets count every running decode, also those whose token is in flight: they wait for this step just the same.
     """
 
     runnable: list[Request] = field(default_factory=list)

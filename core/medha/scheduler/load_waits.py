@@ -1,8 +1,8 @@
 """Requests that wait until blocks of their prompt are loaded: from files, from another replica, or from the store.
 
-They get no KV meanwhile, and others pass them. No request waits for a load that takes much longer than predicted: it
-computes its prompt instead. But where computing takes far longer than loading, it waits for a part of the time that this saves:
-the first reads after a start, or those beside other work, may take several times as long as what was measured before.
+They get no KV meanwhile, and others pass them. If a load takes much longer than predicted, the request computes its prompt
+instead. Where loading saves much time, it waits longer: for a part of the time saved. The first reads after a start, and reads
+beside other work, may take several times as long as those that were measured before.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class _Counts:
 @dataclass(frozen=True, slots=True)
 class _Running:
     bin: int
-    counted_in: tuple[_Counts, ...]  # its owner may have been remembered later, or forgotten since
+    counted_in: tuple[_Counts, ...]  # kept, because its owner's counts may have been made or dropped since
 
 
 class OutputLengths:
@@ -114,7 +114,7 @@ class OutputLengths:
         last = self._bin(produced_tokens)
         self._runs_no_longer(request_id)
         if cut_off and last == 0:
-            return  # every output is as long, so this one shows nothing
+            return  # every output reaches the first bin, so this one shows nothing
         if owner and (service_class, owner) not in self._owners:
             self._owners[service_class, owner] = _Counts()
             if len(self._owners) > MOST_OWNERS:

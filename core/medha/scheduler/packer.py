@@ -83,7 +83,7 @@ class Packed:
     chunks: dict[str, int] = field(default_factory=dict)
     predicted_seconds: float = 0.0
     uncorrected: PartedSeconds = field(default_factory=PartedSeconds)  # before correction, in its parts
-    streamed_blocks: int = 0  # of all its sequences, on the lane that streams most of each
+    streamed_blocks: int = 0  # summed over its sequences, for each on the lane that streams most of it
     is_streaming: bool = False  # streaming takes longer than computing, and nothing else is copied beside it
     copies_bind: bool = False  # copies take longer than the layers, so its time does not show the latter's
     budget_seconds: float = 0.0
@@ -365,7 +365,7 @@ class Space:
     def is_its_turn(self, prefill: PrefillCandidate) -> bool:
         """Return whether a waiting prefill may get KV.
 
-        One of a long prompt waits until those of long prompts before it, on its lane, have no more to compute.
+        A long prompt waits until the long prompts before it, on its lane, have no more to compute.
         """
         return not (prefill.of_long_prompt and prefill.lane in self._continuing)
 

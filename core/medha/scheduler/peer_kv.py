@@ -62,7 +62,7 @@ class PeerKv:
         self._taken: dict[str, _Taken] = {}  # by ticket
         self._ticket_of: dict[tuple[int, int], str] = {}  # by extent that is being read, with its lane
         self._rests_until: dict[str, float] = {}  # by peer
-        # By peer and hash of a first block, in the order of these times.
+        # (peer, hash of a prompt's first block) -> time until which it is not asked; in the order of these times.
         self._lacks_until: dict[tuple[str, str], float] = {}
         self._shares: dict[str, tuple[str, float]] = {}  # ticket -> its holder, and the time when it ends
         # Requests that continue elsewhere -> the hashes of their prompts, and their tokens with the output.

@@ -76,7 +76,9 @@ class PrefillOrder:
     def _contested_until(self, table: RequestTable, factor: float, now: float) -> float:
         """Return the deadline up to which owners take turns, because not all can be on time; -inf if all can."""
         if len(table.owners) == 1 or table.turns[1].max(initial=-inf) == -inf:
-            return -inf  # one owner, or as without keys: each owner has one request
+            return (
+                -inf
+            )  # one owner; or none has attained anything, as without keys, where each request is an owner
         columns, grace_seconds = table.stage_columns, self._terms.grace_seconds
         work_seconds = columns.remaining_seconds * factor
         here = contested_until(columns.deadline, work_seconds, self._lanes, grace_seconds, now)

@@ -387,7 +387,7 @@ class RequestTable:
         return self._needed.item(request.row)
 
     def owner_number(self, request: Request) -> int:
-        """Return the number of a waiting request's owner."""
+        """Return the number that stands for a waiting request's owner."""
         return self._owner.item(request.row)
 
     def is_held(self, request: Request) -> bool:

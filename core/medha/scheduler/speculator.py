@@ -35,8 +35,8 @@ _MOST_PROBE_STEPS = 8
 _PROVEN_GUESSES = 8
 """Guesses of all sequences after which the chance that one is right counts as known."""
 _FIRST_STEPS = 1.0
-"""Time that guesses may take before that, in steps. The time that right guesses save is added to it, and `_FIRST_SHARE`
-of the time that passes. A probe must fit into it as a whole."""
+"""Time that guesses may take at first, in steps, until the chance is known. The time that right guesses save is added to it,
+and so is `_FIRST_SHARE` of the time that passes. A probe must fit into it as a whole."""
 _FIRST_SHARE = 0.03
 """Share of the passing time that guesses may take until the chance is known."""
 
@@ -81,8 +81,7 @@ class Speculator:
 
         Args:
             batch: the step, with its decodes and prefills.
-            alone: the same without prefills. Each second that guesses take delays these as well, so drawing must pay for
-                decodes alone.
+            alone: the same without prefills. Guesses delay the prefills, too, so drawing them must pay for the decodes alone.
             decodes: its decodes.
             prefills: the number of its prefills.
             most_seconds: longest predicted time of the step.
@@ -143,7 +142,8 @@ class Speculator:
     ) -> Draws:
         """Return the draws if they fit into the time for guesses before their chance is known, else none.
 
-        For the tokens before them, the share of the time that their sequences will still take may be spent, too.
+        If the draft model must first compute earlier tokens, it may also use `_FIRST_SHARE` of the steps that the sequence with
+        most output to come is expected to take.
         """
         added = (1 + self._rested) * _FIRST_SHARE
         self._first_steps = min(self._first_steps + added, _MOST_PROBE_STEPS)

@@ -228,7 +228,7 @@ class StepBuilder:
         pools.write_through(blocks)
 
     def _fetching_seconds(self, batch: Batch, targets: DecodeTargets | None) -> float:
-        """Return the time of a step so far, in which fetches can be copied; the longest one if it is empty."""
+        """Return the time of the step so far, beside which fetches can be copied; the longest allowed one without decodes."""
         longest = self._limits.max_step_seconds
         if targets is None:
             return longest / self._stages

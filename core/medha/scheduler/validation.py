@@ -27,7 +27,8 @@ def most_tokens(config: ReplicaConfig, submit: Submit) -> int:
     """Return the most KV tokens that a request can need: prompt and output up to its limit.
 
     The last sampled token needs none, because its KV is never computed. Without `max_tokens`, the size of the pools is a
-    limit, too; if they cannot hold the prompt and an output of its class's default length, all that can be streamed is.
+    limit, too. If they cannot hold the prompt and an output of its class's default length, the limit is instead the
+    longest request that can be streamed.
     """
     most = max(limit_tokens(config, submit) - 1, submit.tokens)
     if submit.sampling.max_tokens is None:

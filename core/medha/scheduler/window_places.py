@@ -1,7 +1,7 @@
 """Counts the windows of running sequences, if layers free KV before them and their pool is too small for `maxRunning`.
 
-A request may begin if the pool has a whole window left for it, however short it is. So all requests need the same, and
-short ones do not pass a long one because they fit. Once it runs, it counts only for the blocks that it can ever need.
+A request may begin only if the pool has a whole window left, however short the request is. So all need the same, and
+short ones do not pass a long one. Once a request runs, it counts only for the blocks that it can ever need.
 All lanes have equal pools, and a sequence counts on each of them, wherever its KV lies.
 """
 
