@@ -8,11 +8,11 @@ Steps and threads share host blocks. A thread takes the lock to copy a few block
 host blocks, to give them to others, takes it to call off the work that concerns them. So no bytes of later owners reach
 a file, and no bytes of a file reach later owners.
 
-A disk may have less space than the tier's size. Then the core lets the tier shrink, so this is no failure of the disk, and is
-logged once in an epoch.
+A disk may have less space than the tier's size. Then the core lets the tier shrink. A lack of space does not count as a
+failure, and is logged once in an epoch.
 
-A disk may hang. A third thread watches the others: if some work makes no progress for long, the tier is off, and all work
-is reported as not done.
+A disk may hang. A third thread watches the other two. If a job makes no progress for long, it switches the tier off, and
+reports all work as not done.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ class DiskBlocks:
                         self._abandon(job)
 
     def _abandon(self, job: _Job) -> None:
-        """Report that work of a disk that hangs was not done; from then on it reaches neither host blocks nor reports."""
+        """Report that a job of a disk that hangs was not done. From then on, it neither touches host blocks nor reports."""
         self._switch_off(f"nothing has come of a file for {self._hung_seconds:g} s")
         match job.work:
             case ReadBlocks(extent=extent):

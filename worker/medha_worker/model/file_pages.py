@@ -1,6 +1,6 @@
 """Whole pages of files, and a thread that reads them ahead of their use, around the kernel's page cache.
 
-A disk that hangs keeps this thread, and nobody can end it. So it is a daemon, unlike the threads of `concurrent.futures`.
+While a disk hangs, nobody can end this thread. So it is a daemon thread, unlike those of `concurrent.futures`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 PAGE_BYTES = 4096
-"""Reads around the page cache begin and end at multiples of it. Each disk's own unit divides it."""
+"""Reads around the page cache begin and end at multiples of it. It is a multiple of nearly every disk's own unit."""
 
 Bytes = npt.NDArray[np.uint8]
 """Bytes in a row, [bytes]."""
@@ -35,7 +35,7 @@ class ReadAhead:
         self._asked: SimpleQueue[tuple[Future[Bytes], int, Bytes, int, int] | None] = SimpleQueue()
 
     def start(self) -> None:
-        """Start the thread and allocate the buffers, unless this has been done. The first read does it otherwise."""
+        """Start the thread and allocate the buffers, unless they are there. If nobody calls this, the first read does."""
         if self._buffers:
             return
         # Memory from mmap begins at a page, and is used again: new memory for each piece costs as much as a copy.
@@ -46,9 +46,9 @@ class ReadAhead:
         self._buffers = buffers
 
     def pieces(self, descriptor: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Bytes]:
-        """Yield these ranges of an open file, each an offset and a size in bytes; from now on, it is read around the cache.
+        """Yield ranges of an open file, each given by an offset and a size in bytes. All further reads go around the cache.
 
-        A piece is good until the next one is asked for.
+        Each piece is valid until the next one is asked for.
 
         Raises:
             EOFError: the file is too short.

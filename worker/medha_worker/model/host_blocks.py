@@ -3,11 +3,11 @@
 The ledger in the core decides which block goes where (`medha.kv.host_tier`); this module has only the tensors. Each rank
 keeps its own layers and heads of a block, in the pool's data type, so FP8 and latents are copied as they are.
 
-Copies to host memory are given to the device in order, on the stream that computes steps, and so are fetches that come
-before one of them. The other fetches of a step are made beside it. If the step reads the fetched blocks, they are
-fetched layer by layer, and the attention of a layer waits for the copies of its own tensors alone
-(`KVCache.await_layer`). The step ends when all copies are made. So a block is read before it is written again, a
-fetched block is complete before attention reads it, and a host block is written before it is read back.
+Copies to host memory run in order, on the stream that computes steps. So do the fetches that come before such a copy. The
+other fetches of a step run beside it. If the step reads the fetched blocks, they are fetched layer by layer, and the
+attention of a layer waits for the copies of its own tensors alone (`KVCache.await_layer`). The step ends when all copies
+are made. So a block is read before it is written again, a fetched block is complete before attention reads it, and a host
+block is written before it is read back.
 Host memory is pinned where that makes copies fast. `make gpu-check` copies to and from a GPU (docs/gpu.md).
 """
 
@@ -113,9 +113,9 @@ class HostBlocks:
         return sum(host[0].numel() * host.element_size() for host, _ in self._tensors)
 
     def rows(self, slot: int, count: int) -> npt.NDArray[np.uint8]:
-        """Return a copy of host blocks, uint8 [count, block_bytes]: of each block all tensors, one after the other.
+        """Return a copy of host blocks, uint8 [count, block_bytes]. A row has all tensors of a block, one after the other.
 
-        Copies that a device still makes are not waited for.
+        This does not wait for copies that a device is still making.
         """
         found = np.empty((count, self.block_bytes), dtype=np.uint8)
         for part, rows in self._parts(slot, count, found):
@@ -142,7 +142,7 @@ class HostBlocks:
         self._copy_tensors(copies, self._tensors)
 
     def fetch_beside(self, copies: Sequence[TierCopy], arrivals: Arrivals, *, reads: bool = True) -> None:
-        """Let fetches be made beside what the calling thread gives next.
+        """Begin fetches that run beside the work which the calling thread gives the device next.
 
         If the step `reads` the fetched blocks, each layer of the pool waits for its own part. If not, the fetches only
         have to be complete at the end of the step.

@@ -52,9 +52,9 @@ _SUFFIX, _PARTIAL = ".kv", ".partial"
 _KEY_BYTES = 32
 _NAME_CHARACTERS = 32
 _PROBE_BYTES, _LEAST_PROBE_BLOCKS, _MOST_PROBE_FILES = 8 * 2**20, 3, 8
-"""Size of the files by which a disk is measured, the least blocks of one, and the most files.
+"""Total size of the files that measure a disk, the fewest blocks of each file, and the most files.
 
-A file for measuring has as many blocks as any other, or enough for several pieces, so that it is read in the same way.
+Such a file has as many blocks as any other, or enough for several pieces, so that it is read in the same way.
 """
 _PIECE_BYTES = 4 * 2**20
 """Bytes that are copied at once. A step that drops host blocks may wait while so many are copied."""
@@ -82,7 +82,7 @@ class KvFiles:
     def __init__(self, directory: Path, identity: str, block_bytes: int, *, piece_blocks: int = 0) -> None:
         """`identity` names everything that the content of blocks depends on.
 
-        `piece_blocks` is the number of blocks that are read at once; 0: as many as `blocks_at_once` says.
+        `piece_blocks` is the number of blocks that are read at once. With 0, it is that of `blocks_at_once`.
         """
         self.directory = directory
         self._identity = blake2b(identity.encode(), digest_size=16).hexdigest()
@@ -150,7 +150,8 @@ class KvFiles:
     def scan(self, moved: Callable[[], None] = lambda: None) -> Iterator[DiskFile]:
         """Yield the files that can be used, the least recently written first; delete all others.
 
-        Call `moved` for each entry of the directory, and for each file that is read: all together may take long.
+        Call `moved` for each entry of the directory and for each file that is read. A scan may take long, and these calls
+        show that it makes progress.
 
         Raises:
             OSError: the directory cannot be read.
@@ -173,7 +174,7 @@ class KvFiles:
         """Return what a file holds.
 
         Raises:
-            FileDamaged: it is none of this rank's, or not whole.
+            FileDamaged: it is not a file of this rank, or is not whole.
             OSError: it cannot be read.
         """
         if path.suffix != _SUFFIX:
@@ -213,7 +214,7 @@ class KvFiles:
     def read(self, name: str, start: int, count: int) -> Iterator[Rows]:
         """Yield blocks `start .. start + count` of a file, some at a time, verified.
 
-        They are good until the next ones are asked for. Several pieces are read around the page cache; then the next one is
+        Each piece is valid until the next one is asked for. Several pieces are read around the page cache; then the next one is
         read while the last one is verified and used. One piece is read through the cache, for which the kernel reads ahead.
 
         Raises:
@@ -369,7 +370,7 @@ def prefix_length(prefix: bytes) -> int:
     """Return the length of the header that follows the first bytes of a file.
 
     Raises:
-        FileDamaged: they are those of no file of KV.
+        FileDamaged: no file of KV begins with them.
     """
     if len(prefix) < PREFIX.size:
         raise FileDamaged("it is too short")
@@ -382,10 +383,10 @@ def prefix_length(prefix: bytes) -> int:
 def parsed_header(
     prefix: bytes, text: bytes, name: str, expected: Mapping[str, object], size_bytes: int
 ) -> Header:
-    """Return the header of a file of `size_bytes` bytes and of this name, if its fields are those that are `expected`.
+    """Return the header of the file `name`, which has `size_bytes` bytes, if its fields have the `expected` values.
 
     Raises:
-        FileDamaged: the file is another one, or is not whole.
+        FileDamaged: it is the header of another file, or the file is not whole.
     """
     if len(text) != prefix_length(prefix) or crc32(text) != PREFIX.unpack(prefix)[2]:
         raise FileDamaged("its header does not match its checksum")

@@ -5,13 +5,13 @@ sum of values V_h c is V_h times the sum of the latents. So a head's queries abs
 applied after attention. Attention itself is that of a single KV head whose values are its keys, by any implementation.
 A decode reads the least memory in this form.
 
-**Plain form.** Latents are made keys and values of every head, which are attended to as those of other models. A pair
-then takes a third of the FLOPs in DeepSeek-V3, which pays for a chunk of many rows (`LatentShape.makes_heads`). The
-sequence's latents, those of its context too, pass a few at a time, so that what is made of them needs little memory. The
+**Plain form.** Keys and values of every head are made from the latents, and attention is as in other models. A pair then
+takes a third of the FLOPs in DeepSeek-V3, which pays for a chunk of many rows (`LatentShape.makes_heads`). Keys and values
+are made for a few of the sequence's tokens at a time, those of its context included, so that they need little memory. The
 results over each part are merged by their log-sum-exp.
 
-In both forms, queries enter before they absorb anything, and results are those of heads. So each lane that holds a part of
-a context chooses the form by itself, and both kinds of partial results can be merged.
+In both forms, queries come in before they absorb anything, and each head has results of its own. So each lane that holds a
+part of a context chooses the form by itself, and partial results of both forms can be merged.
 
 Reference: DeepSeek-V2, "A Strong, Economical, and Efficient Mixture-of-Experts Language Model", section 2.1.
 """

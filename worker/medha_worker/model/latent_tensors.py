@@ -1,6 +1,6 @@
 """The tensors of latent attention in a checkpoint: their names and shapes, and how a rank reads those of its heads.
 
-The projections down belong to no head, so that every tensor rank has all of them. Where RoPE pairs neighbouring values,
+The down-projections belong to no head, so every tensor rank has all of them. Where RoPE pairs neighbouring values,
 the rows that make the rotated parts of queries and keys are read in another order: the first value of every pair, then
 the second. RoPE then pairs halves, as it does in all other models, and scores are the same.
 
@@ -29,7 +29,8 @@ _ROW_DOWN, _LATENT_NORM = "kv_a_proj_with_mqa", "kv_a_layernorm.weight"
 class LatentWeights:
     """A rank's matrices of latent attention after the first product, which is `LayerWeights.qkv`.
 
-    That product returns queries, or what `query_up` makes queries of, then the latent, and then the key with position.
+    That product returns three parts side by side: queries, or the input from which `query_up` makes them; the latent; and
+    the key with position.
 
     Attributes:
         query_norm: [query_rank]; None if queries are projected at once.

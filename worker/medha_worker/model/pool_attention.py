@@ -117,7 +117,7 @@ class PoolAttention:
     def attend(
         self, layer: int, q: torch.Tensor, matrices: HeadMatrices | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output and log-sum-exp as `Partial.attend` does; zeros and -inf for rows without keys."""
+        """Return output and log-sum-exp as `Partial.attend` does: zeros and -inf for rows that see no keys."""
         output, sums = self._near.attend(q, self._cache.keys[layer], self._cache.values[layer], matrices)
         for stream in self._streams:
             assert self._reads is not None
@@ -199,7 +199,7 @@ class PoolWrite:
 
 
 def read_segments(cache: KVCache, attention: Sequence[PoolAttention]) -> None:
-    """Let attention read streamed blocks; `attention` has that of each layer, in order."""
+    """Give attention the segments of streamed blocks that it reads; `attention` has one item for each layer, in order."""
     if cache.streamed is None:
         return
     order: Iterable[tuple[int, Segment]] = (

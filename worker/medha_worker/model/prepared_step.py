@@ -92,8 +92,8 @@ class OwnStep:
     ) -> None:
         """`windows` are the tokens that a row of each of the pool's layers sees; None: all of them.
 
-        `window_spans` are the same rows in layers with a window that frees the KV before it; None: no layer does. `forms`
-        plan the attention of layers whose pool holds latents.
+        `window_spans` describe the same rows in layers that free KV before their window; None: no layer does. `forms` plan
+        the attention of layers whose pool holds latents.
         """
         self.sequences = [span.rows for span in spans]
         self._spans, self._window_spans = spans, window_spans

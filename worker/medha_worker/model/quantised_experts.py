@@ -1,6 +1,7 @@
 """The weights of quantised experts, and the products of rows with them.
 
-Weights stay as they are stored. A product makes the numbers of a few rows of one expert at a time, on a GPU those of all.
+Weights stay as they are stored. A product turns a few rows of one expert into numbers at a time; on a GPU, a few rows of
+all experts.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def products_of_stacked(
 ) -> torch.Tensor:
     """Return the products of rows without reading `row_ends` on the host: they stay on the device.
 
-    Numbers are made of all experts, or, if there are fewer rows than experts, of each row's own expert: a few columns of each
-    at a time. `largest` is what `LinearProducts.largest_in_rows` returned.
+    The weights of all experts are turned into numbers or, if there are fewer rows than experts, those of each row's own
+    expert: a few columns at a time. `largest` is what `LinearProducts.largest_in_rows` returned.
     """
     rows, count = x.shape[0], len(weights.each)
     inner, columns = weights.each[0].shape

@@ -1,7 +1,7 @@
 """The weights of a quantised linear layer, and their products with activations.
 
-Weights stay quantised in memory. Where the kernels have a product for the form of some rows, it is used. Else the numbers
-of a few rows at a time are made, in the type that the model computes in, and multiplied with.
+Weights stay quantised in memory. Where the kernels have a product for the form of some rows, it is used. Otherwise, a few
+rows at a time are turned into numbers of the type that the model computes in, and these are multiplied.
 """
 
 from __future__ import annotations

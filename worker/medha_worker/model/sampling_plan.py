@@ -77,10 +77,10 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class TopP:
-    """The racing rows that keep a nucleus, their probabilities, and the most tokens among which one is to be searched.
+    """The racing rows that keep a nucleus, their `top_p`, and the number of most probable tokens that the search looks at.
 
-    Those are all tokens, unless each of the rows has a `top_k`. Then the largest of these is enough: further tokens that are
-    left are as probable as the last one kept, and are kept with it.
+    The search looks at all tokens, unless each of the rows has a `top_k`. Then the largest `top_k` is enough: any further
+    token that `top_k` has left ties with the last one, and is kept or dropped with it.
     """
 
     rows: RowIndex

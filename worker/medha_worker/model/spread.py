@@ -104,8 +104,8 @@ class SpreadPlan:
     """The work of this lane in a step of several lanes; parts are in the order of the step's entries.
 
     `local` is all attention of own rows to what this lane holds; `sequences` are the own rows of each
-    sequence. `windowed` has the plans of layers whose rows see a window alone, by its tokens. They land the same rows,
-    in other blocks if these layers free KV before their windows.
+    sequence. `windowed` has the plans of layers with a window, by the number of its tokens. These plans land the same
+    rows, but in other blocks if the layers free KV before their windows.
     """
 
     local: Rows
@@ -121,8 +121,8 @@ class SpreadPlan:
 class SpreadStep:
     """A step of a lane that shares requests with others, for every layer of a rank.
 
-    Every exchange takes place, whatever happens here: other lanes wait for it. If memory does not suffice to
-    compute something, NaN is sent instead.
+    Other lanes wait for every exchange. So if memory does not suffice for the attention of some rows, the exchange
+    still takes place, and NaN is sent in place of their results.
     """
 
     def __init__(

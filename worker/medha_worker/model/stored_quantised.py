@@ -94,7 +94,10 @@ def read_rows(
 
 
 def _group_of(part: WeightSlice, form: WeightFormat, read: ReadSlice) -> tuple[torch.Tensor | None, slice]:
-    """Return the group of each column of the slice, None if neighbours share them, and the groups that are read."""
+    """Return the group of each column of the slice, and the groups to read.
+
+    The first result is None if the slice has whole groups of neighbouring columns, or a single group.
+    """
     size, columns = form.group_size, part.columns
     regular = torch.arange(columns.start, columns.stop, dtype=torch.int32)
     regular = regular.div_(size, rounding_mode="floor") if size is not None else regular.zero_()

@@ -30,7 +30,7 @@ Pools = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Segment:
-    """Streamed blocks that are read at once; the first one of them is slot 0 of what is read."""
+    """Streamed blocks that are read together. The first of them begins at slot 0 of what is read."""
 
     runs: tuple[Run, ...]
     is_written: bool = False
@@ -58,7 +58,7 @@ class StreamedBlocks:
         in_place: bool | None = None,
         segment_tokens: int = SEGMENT_TOKENS,
     ) -> None:
-        """Allocate the tensors; `in_place`: attention reads them where they are, by default if it computes on the CPU."""
+        """Allocate the tensors. With `in_place`, attention reads them where they are, which is the default on the CPU."""
         self._device, self.blocks, self.block_tokens = cache.device, blocks, cache.block_tokens
         self.in_place = cache.device.is_host if in_place is None else in_place
         self.segment_blocks = max(segment_tokens // cache.block_tokens, 1)
@@ -107,7 +107,7 @@ class StreamedBlocks:
                     there.copy_(here, non_blocking=True)  # contiguous on both sides, so nobody waits for it
 
     def begin(self, owner: object, index: int, layer: int, segment: Segment) -> None:
-        """Begin to copy a segment of a layer, which is then known as number `index` of `owner`."""
+        """Begin to copy a segment of a layer to a buffer. `copied` and `used` find it as number `index` of `owner`."""
         buffer = self._buffers[layer][self._turn]
         self._turn = 1 - self._turn
         runtime = self._device.runtime
@@ -131,7 +131,10 @@ class StreamedBlocks:
         buffer.holds = owner, index
 
     def copied(self, owner: object, index: int, layer: int) -> Pools | None:
-        """Return what `begin` has copied, after which the calling thread's work begins; None if it is not there."""
+        """Return the buffer to which `begin` copies a segment; None if no buffer has it.
+
+        What the calling thread gives the device from here on begins after the copy.
+        """
         for buffer in self._buffers[layer]:
             if buffer.holds == (owner, index):
                 if buffer.copied is not None:
@@ -140,13 +143,13 @@ class StreamedBlocks:
         return None
 
     def used(self, owner: object, index: int, layer: int) -> None:
-        """Note that the calling thread has given all work that reads what was copied."""
+        """Note that the calling thread has given the device all work that reads this segment, so its buffer may be reused."""
         for buffer in self._buffers[layer]:
             if buffer.holds == (owner, index):
                 buffer.used, buffer.holds = self._device.runtime.mark(), None
 
     def read_seconds_per_block(self, clock: Callable[[], float]) -> float:
-        """Measure how long it takes to copy a block of all layers to the device, in seconds; 0 if it is read in place."""
+        """Measure how long a copy of one block of all layers to the device takes, in seconds; 0 if blocks are read in place."""
         if self.in_place:
             return 0.0
         count = min(self.segment_blocks, self.blocks)
@@ -164,16 +167,16 @@ class StreamedBlocks:
 
 
 class SegmentReads:
-    """The segments that a step reads, in the order in which it does: the next one is copied beside each."""
+    """The segments that a step reads, in order. While attention reads one, the next one is copied."""
 
     def __init__(self, streamed: StreamedBlocks, reads: Iterable[tuple[int, Segment]]) -> None:
-        """`reads` has a layer and a segment for each."""
+        """`reads` are pairs of a layer and a segment that it reads."""
         self._streamed, self._reads = streamed, list(reads)
         self._places = {(layer, id(segment)): place for place, (layer, segment) in enumerate(self._reads)}
         self._at = 0
 
     def read(self, layer: int, segment: Segment) -> Pools:
-        """Return keys and values of a segment, which begin at slot 0, or of all streamed blocks if these are read in place."""
+        """Return keys and values of a segment, from slot 0 on. If blocks are read in place, return those of all of them."""
         streamed = self._streamed
         if streamed.in_place:
             return streamed.pools[layer]
@@ -192,6 +195,6 @@ class SegmentReads:
         return pools
 
     def used(self) -> None:
-        """Note that all work which reads the last segment was given."""
+        """Note that the device was given all work that reads the segment which `read` returned last."""
         if not self._streamed.in_place:
             self._streamed.used(self, self._at, self._reads[self._at][0])

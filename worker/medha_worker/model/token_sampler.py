@@ -1,9 +1,9 @@
 """Samples the next tokens of a step on the device of the logits, in the order of operations that `sampler` gives.
 
 The device is given a plan, and its results are copied to the host once. Between the two, nothing waits for the
-device: which operators run depends on the plan alone. So a nucleus is searched among as many tokens as the options of
-its block allow, which without `top_k` are all. On the CPU, where a look at the numbers costs nothing, the search begins
-with few and is widened where that is needed.
+device: which operators run depends on the plan alone. So the search for a nucleus looks at as many tokens as the options of
+the rows can leave, which is the whole vocabulary without `top_k`. On the CPU, where a look at the numbers costs nothing, the
+search begins with few tokens, and is widened where that is needed.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _thresholds_among(rows: Tensor, total: Tensor, top_p: Tensor, width: int) ->
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, asked: Logprobs) -> list[Tensor]:
-    """Do step 1 for the rows that ask for it: log-probabilities of their tokens, and the most probable ones with ids."""
+    """Do step 1 for the rows that ask for it: return log-probabilities of their tokens, and of the most probable ones."""
     natural = torch.log_softmax(_rows(logits, asked.rows), dim=-1)
     sampled = natural.gather(1, _rows(tokens, asked.rows)[:, None])
     values, ids = natural.topk(asked.most, dim=-1)

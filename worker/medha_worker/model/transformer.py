@@ -75,8 +75,8 @@ class Transformer:
     ) -> None:
         """`collected` are the layers, in ascending order, before which hidden states are collected for a prediction head.
 
-        The number of layers stands for the place after the last one. A row of hidden states then has what was collected
-        after it, side by side, also on its way between stages.
+        The number of layers stands for the place after the last one. In a row, the hidden state comes first, and then what
+        was collected, side by side. Rows also have this form on their way between stages.
         """
         self._collected = tuple(collected)
         self._group = group or Alone()
@@ -584,7 +584,7 @@ class Transformer:
         rotation: Rotation,
         sequences: Sequence[slice],
     ) -> _Heads:
-        """Compute as `_heads` does, but sequence by sequence if memory runs out; NaN for those that do not fit alone."""
+        """Compute what `_heads` does, sequence by sequence if memory runs out. Sequences that do not fit alone become NaN."""
         try:
             return self._heads(layer, hidden, normed, rotation, slice(0, hidden.shape[0]))
         except (MemoryError, RuntimeError) as error:

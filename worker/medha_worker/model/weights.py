@@ -223,14 +223,17 @@ def load_weights(
 
 
 def _packed(layer: LayerWeights, pack: Pack | None, pack_rows: PackRows | None) -> LayerWeights:
-    """Return a layer whose weights of products are packed, but for those of latent attention after the first, and of experts on GPUs."""
+    """Return a layer with packed weights.
+
+    Latent attention's products after the first one are not packed, nor are experts on GPUs.
+    """
     names = ("qkv", "output", "gate_up", "down", "shared_gate_up", "shared_down")
     weights: dict[str, Any] = {name: getattr(layer, name) for name in names}
     return replace(layer, **{name: _packed_linear(one, pack, pack_rows) for name, one in weights.items()})
 
 
 def _packed_linear(weight: Any, pack: Pack | None, pack_rows: PackRows | None) -> Any:
-    """Return a weight in the form that the kernels want; what is no weight stays as it is."""
+    """Return a weight in the form that the kernels want, or None and other values as they are."""
     if pack is not None and isinstance(weight, torch.Tensor):
         return pack(weight)
     if pack_rows is not None and isinstance(weight, QuantisedWeight | QuantisedExperts):
@@ -526,7 +529,7 @@ class _Reader:
         return self._convert(self._slice(name, slice(None)))
 
     def norm(self, name: str, factor: float = 1.0) -> torch.Tensor:
-        """Return what a norm multiplies by, times `factor`: some families store it less 1."""
+        """Return the weight of a norm, times `factor`. Some families store the weight less 1, which is added here."""
         weight = self._slice(name, slice(None))
         if self.config.family.norm_adds_one:
             weight = 1.0 + weight.float()

@@ -1,8 +1,8 @@
 """Guesses of a draft model: a smaller model that writes a few tokens ahead of the sequences that a step names.
 
-Only the rank that samples the tokens of a lane has a draft model. That rank knows the ids of all tokens, so the draft model can compute the
-tokens of a sequence later than the served model does. The draft model follows a sequence only if an entry asks for it;
-other sequences cost nothing. It keeps all KV that it has computed, also that of guesses that have turned out right.
+Only the rank that samples the tokens of a lane has a draft model. That rank knows the ids of all tokens, so the draft model
+can compute the tokens of a sequence later than the served model does. It follows a sequence only if an entry asks for it;
+other sequences cost nothing. It keeps all KV that it has computed, including that of guesses that turned out right.
 
 The draft model's KV lies in a pool of its own, in blocks of the same numbers as the served model's. So if the ledger
 shares, copies or frees a block, that holds for both. For each block it is noted how many of its tokens the draft model

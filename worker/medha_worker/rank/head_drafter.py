@@ -1,10 +1,10 @@
 """Guesses of a prediction head, which continues from the hidden states that the served model has computed.
 
-Only the rank that samples the tokens of a lane has one. The head computes each position right after the step that computes it, once the token
-after it is known; for the last position of a prompt, that is the token that the step samples. So the head's KV is always
-complete. It is one more layer in the same blocks of the rank's KV pool, so it is shared, copied, kept in tiers and freed
-with them. At the last position that sequences share, the next token differs between them, and a shared block has the KV of
-the first of them. That changes no text, and hardly a guess.
+Only the rank that samples the tokens of a lane has one. The head computes each position right after the step that computes
+it, once the token after it is known; for the last position of a prompt, that is the token that the step samples. So the
+head's KV is always complete. It is one more layer in the same blocks of the rank's KV pool, so it is shared, copied, kept
+in tiers and freed with them. At the last position that sequences share, their next tokens differ, but a shared block has
+the head's KV for that of the first sequence only. That changes no text, and hardly a guess.
 
 Sequences on several lanes are left out: the head's layer exchanges nothing with other lanes. If sequences that lie on this
 lane alone share a prefix with such a sequence, the head's KV of that prefix is missing, and their guesses may be worse.

@@ -165,8 +165,8 @@ class KvObjects:
         """Delete what killed writers have left of files of this identity and key; return how many such files there were.
 
         Other replicas may write to the same folder now. So only unfinished files count that nobody has changed for so long, by
-        the clock of the file system, which all writers share. Should the writer of one still live, its renaming fails, and so
-        its write. Stop once `goes_on` returns False. A service has no such files.
+        the clock of the file system, which all writers share. If the writer of such a file is still alive, its rename fails, and
+        so does its write. Stop once `goes_on` returns False. A service has no such files.
 
         Raises:
             OSError: a folder cannot be read, or a file cannot be deleted or made.

@@ -63,7 +63,7 @@ class SpreadEntry:
         return self.shards.participants(self.extents[-1].last + 1)
 
     def seen_on(self, window_tokens: int | None) -> tuple[int, ...]:
-        """Return the `holders` of KV that a row sees in a layer with this window; None: it sees the whole context."""
+        """Return the `holders` of KV that some row sees in a layer with this window; None: rows see the whole context."""
         if window_tokens is None:
             return self.holders
         return tuple(lane for lane in self.holders if self.spans_on(lane, 0, window_tokens=window_tokens))

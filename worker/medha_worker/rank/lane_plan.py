@@ -36,7 +36,7 @@ from medha_worker.rank.lane_state import LaneState, SequenceState, diverged
 class PlannedEntry:
     """An entry that the lane runs.
 
-    The step brings its sequence to `stop`, perhaps with entries on other lanes, too. `table` is the sequence's block
+    The step brings its sequence to position `stop`, perhaps together with entries on other lanes. `table` is the sequence's block
     table on this lane, and `window` that of the layers that free KV before their windows, if there are any.
     """
 

@@ -92,8 +92,8 @@ class SequenceState:
     def learn(self, tokens: Sequence[int]) -> None:
         """Record the tokens of the oldest step that was expected to sample.
 
-        They end before the first -1. If the first one is -1, none could be sampled, and the placeholder stays. Several
-        tokens come only if no later step is expected to sample.
+        Tokens after the first -1 do not count. If the first one is -1, none could be sampled, and the placeholder stays.
+        Several tokens come only if no later step is expected to sample.
         """
         self._outputs[self._output_count - self.unknown] = max(tokens[0], 0)
         self.unknown -= 1

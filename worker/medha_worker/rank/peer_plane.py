@@ -22,9 +22,9 @@ class GivingEnd(Protocol):
     """The end of the rank that gives. One thread uses it."""
 
     def offer(self, rows: Rows, /) -> tuple[dict[str, Any], memoryview] | None:
-        """Make the bytes of some blocks reachable; return what the answer says of them, and what goes with it.
+        """Make the bytes of some blocks reachable; return what the answer says of them, and the last frame of the answer.
 
-        Return None if there is no place for them now: then they go with the answer.
+        Return None if there is no place for them now. Then the bytes themselves go with the answer.
         """
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
 """Reads KV blocks of other replicas into the host tier of a rank, on a thread of its own.
 
 Steps hand over which blocks of a ticket go to which host blocks (`medha.kv.lane_replay`), and each rank reads its part from
-the same rank of the other replica (`peer_server`). The thread reports its results in the form of those of reads from
-files.
+the same rank of the other replica (`peer_server`). The thread reports its results in the same form as reads from files.
 Bytes reach a host block only after their checksum, or the tag of their encryption, was verified. Host blocks that are
 being read into keep their owner until all ranks have reported.
 """
@@ -106,7 +105,7 @@ class PeerReader:
             self._send = lambda _: None
 
     def learn(self, ticket: str, source: PeerFigures) -> None:
-        """Note where this rank shows a ticket."""
+        """Note the address of the rank to which this one shows a ticket."""
         with self._condition:
             self._sources[ticket] = source
             while len(self._sources) > _MOST_TICKETS:
@@ -274,7 +273,7 @@ class PeerReader:
             yield rows
 
     def _unsealed(self, job: _Job, sealed: SealedTaking, key: str, size_bytes: int, where: str) -> Rows:
-        """Return bytes that come over the plain socket; their tag verifies more than checksums would."""
+        """Return decrypted bytes that have come over the plain socket. Their tag detects more than checksums would."""
         until = self._clock() + SILENT_SECONDS
         try:
             while (taken := sealed.take(key, size_bytes, _POLL_MILLISECONDS)) is None:
@@ -299,7 +298,7 @@ class PeerReader:
         return header, payload.buffer
 
     def _wait_until(self, until: float, job: _Job, where: str) -> None:
-        """Go on waiting for what another rank sends, if it is not too late and the job is still on."""
+        """Raise if the job was called off, or if it is too late to go on waiting for another rank."""
         self._wait(job, 0.0)
         if self._clock() >= until:
             raise PeerFailed(f"{where} has not answered for {SILENT_SECONDS:g} s")

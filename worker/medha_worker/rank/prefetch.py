@@ -66,8 +66,9 @@ class StepPrefetcher:
         self._prepared: list[Prepared] = []
         self._is_busy = Event()
         self._ended = False
-        # Readable when messages may have arrived since the socket was last read, or when another thread has
-        # found some: the first pair is for the thread, the second one for the main thread.
+        # Each pair: a descriptor that is readable when messages may have arrived since the socket was last read, and one
+        # by which another thread reports that it has found some. The first pair is for the thread that reads ahead, the
+        # second one for the main thread.
         arrived = int(link.socket.getsockopt(zmq.FD))
         self._descriptors = arrived, os.eventfd(0, os.EFD_NONBLOCK)
         self._main_descriptors = arrived, os.eventfd(0, os.EFD_NONBLOCK)

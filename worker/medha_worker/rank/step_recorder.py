@@ -137,7 +137,7 @@ class StepRecorder:
         self._step_id = None
 
     def _shift_to_forward(self) -> None:
-        """Charge the time for which the host waited for the forward pass, apparently sampling, to the forward pass."""
+        """Charge time that counted as sampling, while the host waited for the device's forward pass, to the forward pass."""
         launched, ended = self._forward_marks
         if launched is None or ended is None:
             return

@@ -38,7 +38,7 @@ _WATCH_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
 _MOST_EARLY = 64
 REMAINS_SECONDS = 3600.0
-"""Time without a change after which an unfinished file counts as left by a writer that was killed; they are looked for as often.
+"""Time without a change after which an unfinished file counts as left by a killed writer, and the interval between two searches.
 
 A write takes seconds, or minutes where a volume hangs for a while.
 """
@@ -285,7 +285,7 @@ class StoreThreads:
                 self._tell(job, not_stored=(one.name,), store_fault=fault[:500])
 
     def _tell(self, job: _Job, **fields: object) -> None:
-        """Send the one report of a job. From then on it reaches no host blocks, because these may get other owners."""
+        """Send the one report of a job. From then on, the job touches no host block, because they may get other owners."""
         with self._condition:
             if self._report is None or job.report.epoch != self._report.epoch or job.is_reported:
                 return
@@ -310,7 +310,7 @@ class StoreThreads:
                     self._fail(job, fault)
 
     def _hung(self) -> list[_Job]:
-        """Return the work that takes too long, and what waits for threads that all hang."""
+        """Return the jobs that take too long. If all threads of a queue hang, return the jobs that wait in it, too."""
         late = self._clock() - self._hung_seconds
         stuck = {
             thread
@@ -346,7 +346,7 @@ class StoreThreads:
 
 
 def opened_within(open_store: Callable[[], KvObjects], seconds: float) -> tuple[KvObjects, str]:
-    """Open a store and return it with the key of its hashes; a store that hangs is waited for at most so long.
+    """Open a store, and return it with the key of its hashes. Wait no longer than `seconds` for a store that hangs.
 
     Raises:
         StoreFailed: it cannot be opened.
