@@ -61,10 +61,10 @@ TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 """Headers with a request's own TTFT target; the first one is also that of the Gateway API Inference Extension."""
 TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
-"""Headers in which a gateway names an objective, which counts if a service class has that name."""
+"""Headers in which a gateway names an objective. It chooses the service class of that name, if the model has one."""
 _MOST_TTFT_TARGET_SECONDS = 86400.0
-"""Largest TTFT target of a request: a larger one in its header is reduced to this. If KV is short, smaller requests
-overtake a request until it is late."""
+"""Largest TTFT target that a request can set; a larger one in its header is reduced to this. While KV is short, smaller
+requests overtake a request until it is late, so a distant target would let them do so for as long."""
 VERSION = version("medha")
 _NO_OTHER_SITE = "default-src 'none'; style-src 'unsafe-inline'"
 _EARLY_ERROR_SECONDS = 0.5
@@ -149,7 +149,8 @@ class HttpApi:
                         events = self._response_events(generation, answers, pieces, first)
                     else:
                         events = self._events(generation, answers, pieces, first, entry.request_id)
-                    return EventStream(events, headers, ending.pop_all().close)  # it outlives this call
+                    # The stream outlives this call.
+                    return EventStream(events, headers, ending.pop_all().close)
                 whole = await while_connected(request.receive, _collect(pieces))
                 total = _usage(generation)
                 if generation.scored_prompts:  # the answer may be large
@@ -244,7 +245,7 @@ class HttpApi:
 
     @staticmethod
     def _body_owner(request: Request, account: Account) -> str:
-        """Return the owner in whose share of the memory a body counts: the request's key, or else its address."""
+        """Return the owner whose share of the memory a body takes: the request's key, or else its client's address."""
         return account.owner("" if request.client is None else request.client.host)
 
     async def _await_replica(self, request: Request, body: Body, model: str, error: ApiError) -> None:
@@ -257,7 +258,7 @@ class HttpApi:
         if not self._waiting_requests.room.is_open or self.draining:
             raise error
         if self._link.core.fleet.is_served(model):
-            return  # since it was prepared
+            return  # a replica has come since the request was prepared
         if not self._is_awaited(model):
             raise error
         id_ = Entry.of(request.scope).unique_id

@@ -42,7 +42,8 @@ MAX_HEADERS = 100
 _FRAMING = (b"content-length", b"transfer-encoding")
 """Headers of a request that has a body."""
 _DISCARD_SECONDS = 5.0
-"""Seconds for which the rest of a body is read and dropped after its answer, so that the client can read the answer."""
+"""Seconds for which the rest of a body is still read, and dropped, after its answer: a client that can send the rest also
+reads the answer."""
 
 
 def connection_limit(wanted: int, file_limit: int) -> int:
@@ -259,7 +260,7 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def _count_head(self, more_bytes: int) -> None:
-        """Bound a head that arrives in one piece: the parser has read all of it before it returns."""
+        """Bound a head that arrives in one piece, while the parser reads it: `feed_data` returns only after all of it."""
         self._head_bytes += more_bytes
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head(f"is larger than {MAX_HEAD_BYTES} bytes")

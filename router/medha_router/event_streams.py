@@ -107,7 +107,7 @@ class PacedResponse(Response):
     """
 
     def __init__(self, content: bytes, end: Callable[[], None]) -> None:
-        """`end` is called once, when the answer is written, or its client has gone."""
+        """`end` is called once, when the answer has been written or its client has gone."""
         super().__init__(content, media_type="application/json")
         self._end = end
 

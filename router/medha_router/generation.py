@@ -137,7 +137,8 @@ class ChoiceOutput:
         self._has_thoughts = False
         self._undecided: list[ShownToken] = []  # tokens that may be of the answer
         self._undecided_tokens = 0
-        if plan.thoughts is not None:  # also if they stay in the content
+        # The marks are read; where thoughts stay in the content, they are shown.
+        if plan.thoughts is not None:
             self._hidden_ids -= set(plan.thoughts.special_ids(bundle).values())
 
     def feed(self, delivered: Deliver) -> Piece | None:
@@ -165,7 +166,7 @@ class ChoiceOutput:
                 scored = ShownToken(token, delivered.logprobs[position], self._decoded_characters)
             if ends_here:
                 self._pending += [] if scored is None else [scored]
-                break  # a stop token is counted, not shown; beside an echo, clients count tokens from the end
+                break  # a stop token is counted, not shown; beside an echo it is listed, as clients count from the end
             hidden = token in self._hidden_ids
             text = self._without_thoughts(piece, "" if hidden else self._stream.feed(found), scored)
             if self._show(piece, text) or (self._calls is not None and self._calls.is_done):
@@ -335,10 +336,10 @@ class Generation:
         self._token_times: dict[str, TokenTimes] = {}  # by sequence, from its first token on
         self._slowest_per_token_seconds: float | None = None
         self._scoring: dict[str, int] = {}
-        """Sequences whose prompt's log-probabilities are to come, with the number of the prompt."""
+        """Sequences that have yet to bring the log-probabilities of their prompt, each with the prompt's number."""
         sequences, prompts = self._new_sequences(request_id, prepared.prompts, prefixes, bundle)
         self.scored_prompts: dict[int, ScoredPrompt] = {}
-        """Log-probabilities of the prompts' tokens by number of the prompt, if they are asked for and have come."""
+        """Log-probabilities that have come of the prompts' tokens, by number of the prompt."""
         self._prompts = prepared.prompts if self._scoring else ()
         self._arrive = Arrive(
             plan.model,
@@ -369,8 +370,8 @@ class Generation:
             for sample in range(plan.samples):
                 index = prompt_index * plan.samples + sample
                 name = f"{request_id}-{index}"
-                # All samples of a prompt have the log-probabilities of the first one, but in a stream none can wait for
-                # them. A sequence that asks for log-probabilities shares no KV, so its prompt has a name of its own.
+                # The samples of a prompt share the log-probabilities that the first one brings. In a stream no sample can
+                # wait for another, so each asks for its own. A sequence that asks shares no KV, so its prompt has its own name.
                 scores = plan.sampling.prompt_logprobs is not None and (sample == 0 or plan.stream)
                 prompt = f"{request_id}/{prompt_index}" + (f"/scored-{sample}" if scores else "")
                 named[prompt] = ids

@@ -111,7 +111,7 @@ class GrammarCheck:
 
     @contextmanager
     def given(self, answers: Mapping[bytes, str]) -> Iterator[None]:
-        """Let this thread use these answers by question, too: newer ones may have displaced them."""
+        """Let this thread use these answers, by question, as well: newer answers may have displaced the kept ones."""
         self._given.answers = {_key(question): answer for question, answer in answers.items()}
         try:
             yield
@@ -121,7 +121,7 @@ class GrammarCheck:
     def _answer(self, wanted: str, grammar: str) -> str:
         question = (wanted + grammar).encode()
         key = _key(question)
-        answer = self._answers.get(key)  # at once: what is known waits for no check
+        answer = self._answers.get(key)  # without the lock, so that a known answer waits for no check
         if answer is None:
             answer = getattr(self._given, "answers", {}).get(key)
         if answer is None and not self._waits:

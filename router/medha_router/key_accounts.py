@@ -45,7 +45,7 @@ class KeyAccounts:
         self._router = secrets.token_hex(8)
         self._reported = RouterUse(self._router, 0)
         self._reported_at = -math.inf
-        self._begun: dict[str, int] = {}  # number of the report before which each usage began
+        self._begun: dict[str, int] = {}  # by key: number of the first report that can have its present usage
 
     @property
     def required(self) -> bool:
@@ -201,9 +201,9 @@ class Account:
         return wanted if self._key is None else f"{self._key.cache_domain}\n{wanted}"
 
     def owner(self, otherwise: str) -> str:
-        """Return the owner to whom the request counts, as in `Submit.owner`: its key, or without keys `otherwise`.
+        """Return the owner to which the request counts (`Submit.owner`): its key, or `otherwise` if the router has no keys.
 
-        That is the request's id, as a connection has one request at a time, or the client's address.
+        Callers pass the request's id, because a connection has one request at a time, or the client's address.
         """
         return otherwise if self._key is None else owner_of_key(self._key.name)
 

@@ -117,7 +117,7 @@ class Answers:
         return chunks
 
     def _delta(self, index: int, part: OutputPart) -> dict[str, Any]:
-        """Return what a chunk says of text, of thoughts, or of a call, whose first part has its id and name."""
+        """Return the delta of a chunk for text, thoughts or a call; the first part of a call has its id and name."""
         if isinstance(part, str):
             return {"content": part}
         if isinstance(part, Thought):
@@ -151,7 +151,7 @@ class Answers:
             offsets.append(offset)
             hidden = self._plan.skip_special_tokens and token in self._bundle.special_ids
             offset += 0 if hidden else len(stream.feed(self._bundle.token_bytes.get(token, b"")))
-        # A leading space that belongs to the first token and not to the text.
+        # Characters of the first token, such as a leading space, that the text does not have.
         omitted = max(offset - len(text), 0)
         shown = [ShownToken(token, logprob, 0) for token, logprob, _ in scored.tokens()]
         return {

@@ -12,7 +12,8 @@ from medha.routing.router_events import Deliver, Fail
 MOST_WAITING_TOKENS = 2**16
 """Largest number of tokens that wait for one client; each alternative of a log-probability counts as one, too."""
 _MERGE_FROM = 256
-"""Number of waiting outcomes from which those of a sequence are merged: the client then needs fewer bytes to catch up."""
+"""Number of waiting outcomes beyond which those of each sequence are merged: the client then needs fewer bytes to catch
+up."""
 
 Outcome = Deliver | Fail
 """The results that arrive for a sequence."""

@@ -36,7 +36,7 @@ _ABOVE_ZERO = frozenset(
 """Fields of an announcement whose numbers are above 0; those of others may be 0."""
 REMEMBERED_TOKENS = 8  # connections of one replica that are remembered
 REMEMBERED = 1000
-"""Most identities that are remembered after they were replaced or have ended: messages of a closed connection may still
+"""Most former identities that are remembered, of connections that were replaced or have ended: their messages may still
 arrive for a moment."""
 
 

@@ -505,7 +505,7 @@ def _sampling(
         fallback = _COMPLETION_DEFAULT_TOKENS if endpoint == "completions" else defaults.max_new_tokens
         max_tokens = None if fallback is None else min(fallback, room)
     if max_tokens == 0:
-        max_tokens = 1  # sampled with the last chunk anyway, and not shown
+        max_tokens = 1  # the last chunk samples a token anyway; it is not shown
     min_tokens = request.min_tokens or 0
     if min_tokens > (room if max_tokens is None else max_tokens):
         text = f"`min_tokens` is {min_tokens}, more than the output may have"

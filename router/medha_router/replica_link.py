@@ -93,9 +93,10 @@ log = logging.getLogger("medha.router")
 _TICK_SECONDS = 0.25
 _MESSAGES_IN_A_TURN = 16
 _WATCH_SECONDS = 4.0
-"""Time for which replicas report the progress of requests after the page `/ui` was last open."""
+"""Seconds for which replicas go on reporting the progress of requests after the page `/ui` was last open."""
 _PASSED_ON_BY = 2
-"""Replicas that get each report for other routers; the next report goes to others, in case one has lost a router."""
+"""Number of replicas that pass a report on to the other routers. The next report goes to different ones, because a replica
+may have lost its connection to a router."""
 HASHED_AT_ONCE_TOKENS = 65_536
 """Tokens of a prompt that are hashed while other tasks wait, which takes a millisecond or two."""
 _Received = TypeVar("_Received")
@@ -127,7 +128,7 @@ def frames_at_hand(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
 
 
 async def prefixes_of(hasher: PrefixHasher, prompts: Sequence[TokenIds], cache_salt: str) -> list[Prefix]:
-    """Return the marks of each prompt, int32 [n]; other tasks run between prompts, and between pieces of long ones."""
+    """Return the marks of each of these prompts (int32 [n]); other tasks run between prompts and between pieces of one."""
     prefixes: list[Prefix] = []
     for ids in prompts:
         prompt = hasher.start(cache_salt)
@@ -406,7 +407,7 @@ class ReplicaLink:
                 self._send(self._control, card.replica, ask)
 
     def _end_connections(self) -> None:
-        """Treat replicas whose control connections have ended as lost: they drop their requests, too, and connect again."""
+        """Treat replicas whose control connections have ended as lost: they drop their requests as well, and reconnect."""
         refused, ended = self._links["control"].connections.refused_and_ended()
         self._observer.connections_refused("control", refused)
         for identity in [one for one, descriptor in self._descriptors.items() if descriptor in ended]:
@@ -421,7 +422,7 @@ class ReplicaLink:
     def _connected(self, identity: bytes, descriptor: int) -> None:
         """Record on which connection a peer was heard."""
         if self._descriptors.get(identity) != descriptor:
-            self._end_connections()  # first, because this descriptor may be that of one that has ended
+            self._end_connections()  # first, because a connection that has ended may have had the same descriptor
             self._descriptors[identity] = descriptor
 
     async def _receive_tokens(self) -> None:

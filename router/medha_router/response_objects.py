@@ -61,7 +61,7 @@ class _Item:
         return self.kind == _kind(part) and (not isinstance(part, CallPart) or self.call == part.call)
 
     def add(self, part: OutputPart) -> str:
-        """Add a part, and return its text. The newline between two messages of thoughts begins no item."""
+        """Add a part, and return its text. An item of thoughts does not begin with the newline that separates messages."""
         match part:
             case CallPart():
                 text = part.arguments
@@ -148,7 +148,7 @@ class ResponseObjects:
     # --- events -------------------------------------------------------------------------------------
 
     def begin(self) -> bytes:
-        """Return the events before any output; where nothing else may go before it, the message begins at once."""
+        """Return the events before any output. If the output cannot begin with thoughts or a call, its message begins here."""
         started = self._response("in_progress", None, [], None)
         events = self._event("response.created", response=started)
         events += self._event("response.in_progress", response=started)

@@ -128,7 +128,7 @@ def _think(marks: ThoughtMarks, state: ThoughtState) -> tuple[ThoughtState, str]
 
 
 def _last_shown(text: str) -> int:
-    """Return the length of a text without the white space at its end; of that, `MOST_HELD_SPACES` are held back at most."""
+    """Return the length of the part of a text to show: white space at its end is held back, up to `MOST_HELD_SPACES`."""
     spaces = len(text) - len(text.rstrip(_SPACE))
     return len(text) - spaces % (MOST_HELD_SPACES + 1)
 

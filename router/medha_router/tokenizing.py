@@ -148,7 +148,7 @@ class Tokenizing:
         Raises:
             ApiError: 503, it has been dropped.
         """
-        bundle = self._bundles.get(digest)  # at once, because threads call this
+        bundle = self._bundles.get(digest)  # in one step, because threads call this
         if bundle is None:
             raise _gone()
         return bundle

@@ -1,6 +1,6 @@
 """The use of tools in a request: which functions are shown to the model, and which it may or must call.
 
-Both APIs have their own form of the same fields; from here on there is one.
+Each of the two APIs has its own form of the same fields. This module turns both into one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Function:
 class _Choice:
     mode: Mode
     allowed: frozenset[str]
-    is_named: bool = False  # exactly one call, of one function
+    is_named: bool = False  # one function is named, and must be called exactly once
     is_subset: bool = False
 
 

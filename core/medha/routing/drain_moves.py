@@ -2,9 +2,9 @@
 
 A replica that drains has a limit, at which it returns what has not ended. Then another replica computes the KV of each
 such sequence again. So a sequence that is predicted to miss the limit moves before it, if its KV can be read in less time
-than it can be computed. It moves at once: it computes the same tokens elsewhere, and the more time is left to read. One
-that is predicted to end in time stays; the prediction is made again later, and it stays only as long as its KV could
-still be read if the prediction turned out wrong.
+than it can be computed. It moves at once: it computes the same tokens elsewhere, and an early move leaves more time to
+read. A sequence that is predicted to end in time stays. The prediction is made again and again, and the sequence stays
+only as long as its KV could still be read if the prediction turned out wrong.
 
 A sequence is predicted to get the output that the replica expects of it. Once it has had that, it is predicted to get
 as much again as it has had.

@@ -45,8 +45,8 @@ class KnownReplica:
     announced_at: float
     open: dict[str, OpenSequence] = field(default_factory=dict)  # by wire id; see `opens` and `closes`
     forwarded: list[Forwarded] = field(default_factory=list)  # since that announcement, and still open
-    forwarded_tokens: int = 0  # of KV, of all that was sent since that announcement, also if it has ended
-    full: bool = False  # it has refused a sequence since
+    forwarded_tokens: int = 0  # of KV, of all that was sent since that announcement, ended sequences included
+    full: bool = False  # it has refused a sequence since that announcement
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
     _reserved_tokens: dict[str, int] = field(default_factory=dict)  # of KV, by wire id, as expected when sent
     _reserved_by_owner: dict[str, int] = field(default_factory=dict)  # of owners with open sequences only
@@ -86,7 +86,7 @@ class KnownReplica:
         self.forwarded, self.forwarded_tokens, self.full = [], 0, False
 
     def lacks_kv(self, reserved_tokens: int) -> bool:
-        """Return whether a sequence that reserves so much KV finds too little once those that wait here have theirs."""
+        """Return whether too little KV is left for a sequence's reservation once those that wait here have theirs."""
         sent = sum(one.tokens for one in self.forwarded)
         return self.card.kv_tokens_free < self.card.kv_tokens_wanted + sent + reserved_tokens
 
@@ -222,19 +222,19 @@ class KnownReplica:
         return self.announced_at if self.card.order.policy in CLOCK_POLICIES else 0.0
 
     def opening(self, lookahead_seconds: float, most_tokens: int, *, takes_turns: bool = False) -> Opening:
-        """Return what it could begin within `lookahead_seconds`; an idle replica takes what it can ever hold.
+        """Return the bounds of what it could begin within `lookahead_seconds`; an idle replica takes all that it can hold.
 
-        `most_tokens` is the largest number of tokens that any of the replicas for the same sequences can hold. A
-        sequence that one of them can hold with all of its output goes to none that cannot.
-        A sequence without KV waits for it in the router, where it can go to another replica, until it is late;
-        then it claims KV that becomes free in the replica.
-        `takes_turns`: not all can be on time, so that the replica, too, begins the owner that attained least.
+        `most_tokens` is the largest number of tokens that any replica for the same sequences can hold. If one of these
+        replicas can hold a sequence with all of its output, the sequence goes to none that cannot.
+        A sequence for which there is no KV waits in the router, where it can go to another replica, until it is late.
+        Then it goes to this replica, and claims KV that becomes free there.
+        `takes_turns`: not all sequences can be on time, so the replica, too, begins with the owner that attained least.
 
         If the turn of a sequence is earlier than those of all this router's sequences that wait in the replica, it
         waits neither for KV nor for their work: the replica leaves some KV and places to its owner
-        (`medha.scheduler.owner_places`). What other routers
-        have sent does not count, since turns of different clocks cannot be compared. So several routers may send it
-        before its turn; then it waits in the replica, which orders the sequences of all routers by turns of its own.
+        (`medha.scheduler.owner_places`). Sequences of other routers do not count, because turns of different clocks
+        cannot be compared. So several routers may each send a sequence before its turn. It then waits in the replica,
+        which orders the sequences of all routers by turns of its own.
         """
         card, longest = self.card, self.card.longest_request_tokens
         follows = card.follows_grammars

@@ -1,8 +1,8 @@
-"""Silence of replicas, counted only while the router listens, and losses of replicas that are the router's own doing.
+"""Counts the silence of replicas only while the router listens, and recognises losses that are the router's own doing.
 
 A router whose own loop is late, because it is busy or was stopped, has not read what its replicas have sent meanwhile.
 So it must not take that time for their silence. Nor may it look for the cause among its requests if its connections have
-ended by then: replicas end that of a router which does not answer.
+ended by then: replicas end the connection of a router that does not answer.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class PrefixMemory:
 
 
 def prefill_seconds(points: Sequence[tuple[int, float]], tokens: int) -> float:
-    """Return the prefill time of `tokens` tokens alone, interpolated between a replica's announced (tokens, seconds).
+    """Return the prefill time of a lone prompt of `tokens` tokens, interpolated between announced (tokens, seconds).
 
     Below the first point the time is proportional; beyond the last it is quadratic, as that of attention.
     Without points it is 0, so that only the replicas' announced loads tell them apart.

@@ -9,9 +9,9 @@ times the mean, plus `LOAD_SECONDS`.
 
 If another replica is thought to have more of a prompt, `Submit` names it to the chosen one, which may read the KV there.
 
-Where KV is short, a replica comes first in which the sequence's owner holds at most an equal share of it.
+Where KV is short, replicas are preferred in which the sequence's owner holds at most an equal share of it.
 
-If replicas have roles, those come into question that suit what the sequence needs next (`medha.routing.roles`).
+If replicas have roles, only those are considered whose role suits what the sequence needs next (`medha.routing.roles`).
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def peer_with_kv(
 ) -> tuple[str, int]:
     """Return the replica that is thought to have most of a sequence's prompt, and how many tokens; empty and 0 if none has.
 
-    It must be thought to have more than the chosen one. Both must hand KV over. One that drains must be predicted to be there until
-    all of it is read.
+    It must be thought to have more than the chosen one, and both must hand KV over. If it drains, it must be predicted to
+    stay until all of that KV is read.
     """
     prefix, most, name = sequence.new.prefix, chosen.prefixes.known_tokens(sequence.new.prefix), ""
     here_tokens, card = most, chosen.card

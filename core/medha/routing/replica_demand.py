@@ -5,16 +5,16 @@ is what all clients need, and an autoscaler rounds it up. It has six parts, and 
 
 - `arrivals`: the prefill work that arrives, as a rate. The work of each sequence is spread over the time until its first
   token is due, so that a long prompt, which has long, is no peak. A rate does not change with the number of replicas,
-  and does not fall to nothing whenever the queue is empty for a moment. It does once no request has been open for as long
-  as the work of a short prompt counts: replicas that had nothing to do have kept up, whatever is due only tomorrow.
+  and does not fall to nothing whenever the queue is empty for a moment. It falls to 0 once no request has been open for
+  `spread_seconds`: replicas that had nothing to do have kept up, also with work that is due much later.
 - `waiting`: for each sequence that waits in the router, the share of one lane that it needs from now on to be in time:
   its work over the time that is left. One that cannot be in time any more needs a whole lane, unless its work is tiny.
 - `kv`: what the KV of all open sequences takes of a replica's pool, as far as it needs more than both of those.
 - `spare`: a reserve for the growth of urgent work, whose first token is due long before a further replica would serve. By
-  then the load may be a multiple of what it is, however soon the growth is noticed. A share of head-room does not
-  help where the load is small: four tenths of a replica with any share of it are still one replica. So the reserve
-  is the geometric mean of one replica and the urgent load, as far as it is at most one replica. It is large beside a
-  small load, small beside a large one, and 0 for work that can wait for a further replica.
+  then the load may be a multiple of what it is, however soon the growth is noticed. Head-room in proportion to the load
+  does not help where the load is small: 0.4 replicas and any usual share of that are still one replica. So the reserve
+  is the geometric mean of one replica and the urgent load, but at most one replica. It is large beside a small load,
+  small beside a large one, and 0 for work that can wait for a further replica.
 - `growth`: what urgent work will need beyond what it needs now, by the time at which a further replica would serve, if it
   goes on growing as it has in the last minute. A difference that chance explains does not count as growth.
 - `open`: a small share while a request is open or waits for the first replica, so that there is at least one.
@@ -46,7 +46,7 @@ class DemandTerms:
     start_seconds: float = 120.0
     """Time that a replica takes from its creation until it serves: until then, what waits for the first one is late."""
     spread_seconds: float = 60.0
-    """Shortest time over which the work of an arrival is spread, and the time without requests after which none counts."""
+    """Shortest time over which the work of an arrival is spread. After as much time without requests, no work counts."""
     busy_share: float = 0.85
     """Share of its time that a replica should spend on prefill that arrives. The rest is for decodes and for chance."""
     urgent_seconds: float = 2.0
@@ -79,8 +79,9 @@ class ReplicaSize:
     kv_tokens: float
     """Tokens that the KV pools of all lanes hold; 0 if it announces none."""
     routers: int = 1
-    """Routers that it serves: clients are divided among them in equal parts, and each asks for its part of one spare. The
-    most, if replicas differ, because one that has just started does not know all of them yet."""
+    """Number of routers that it serves. Clients are taken to be divided evenly among them, so each router asks for its part
+    of one spare. If replicas differ, the largest number counts: a replica that has just started does not know all routers
+    yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,8 @@ class GrowingWork:
 
     def __init__(self, terms: DemandTerms) -> None:
         self._terms = terms
-        # Second of its arrival -> prefill seconds, and the sum of their squares: the variance of their sum, if arrivals are independent.
+        # Second of its arrival -> prefill seconds, and the sum of their squares. If arrivals are independent, that is the
+        # variance of their sum.
         self._arrived: dict[int, tuple[float, float]] = {}
 
     def add(self, work_seconds: float, now: float) -> None:

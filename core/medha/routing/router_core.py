@@ -85,9 +85,9 @@ from medha.wire.messages import (
 )
 
 MOST_LOOKS = 256
-"""Most sequences of a replica that drains which are looked at in one go; the next tick goes on after them."""
+"""Most sequences of a draining replica that one pass looks at; the pass of the next tick continues after them."""
 MOST_MISSES = 64
-"""Most sequences in a row that find no replica before a pass ends; the next pass begins after them."""
+"""Most sequences in a row without a replica for them before a pass ends; the next pass begins after them."""
 
 
 class RouterCore:
@@ -202,7 +202,7 @@ class RouterCore:
         return sequence
 
     def _refuse(self, request: Arrive, sequences: Iterable[OpenSequence], now: float) -> list[RouterCommand]:
-        """End those of a new request's sequences that must not wait: too many do, or it would be for too long."""
+        """End those of a new request's sequences that may not wait: too many wait already, or they would wait for too long."""
         left = [sequence for sequence in sequences if sequence.replica is None]
         waiting = len(self._waiting) - len(left)
         of_owner = self._waiting.waiting_of(request.owner) - len(left)
@@ -303,7 +303,10 @@ class RouterCore:
         return commands + self._dispatch(now)
 
     def _follow(self, key: Key) -> list[RouterCommand]:
-        """Order by the policy of the replicas that now serve a model; say so if a role that others should have has none."""
+        """Order a model's waiting sequences by the policy of the replicas that serve it now.
+
+        Return a notice if all of these are of one role, `prefill` or `decode`, or no longer are.
+        """
         serving, model = self.fleet.serving_key(key), key[0]
         self._waiting.follow(key, serving)
         self._works.follow(model, serving)
@@ -320,7 +323,7 @@ class RouterCore:
     def _emit(self, replica: str, emit: Emit, now: float) -> list[RouterCommand]:
         sequence = self._assigned(replica, emit.id)
         if sequence is None and emit.id in self._sources:
-            return []  # it has crossed the move, and another replica samples the same tokens
+            return []  # sent before the move reached the replica; another replica samples the same tokens
         if sequence is None:
             # This attempt was abandoned: its replica was silent, or the router has restarted.
             return [Send(replica, Cancel(emit.id))] if emit.finish_reason is None else []
@@ -329,7 +332,7 @@ class RouterCore:
             if not sequence.has_progress:
                 sequence.first_token_at, sequence.first_tokens = now, len(sequence.emitted)
                 self._sources.free(sequence)
-            sequence.has_progress = True  # so it is not what kills its replicas
+            sequence.has_progress = True  # so it is not taken for the cause of a loss
             sequence.kv_dtype = self._replicas[replica].card.kv_dtype
             sequence.losses, sequence.was_aboard = 0, False
             self._attained.charge(sequence.owner, len(emit.tokens), now)
@@ -478,7 +481,7 @@ class RouterCore:
             ]
             busy = [one for one in found if not openings[one.card.replica].is_soon(sort_key, turn)]
             chosen = self._choose(sequence, [one for one in found if one not in busy], serving, now)
-            for replica in busy:  # who comes later must not pass this one there
+            for replica in busy:  # later sequences must not overtake this one there
                 with_place.remove(replica)
             if chosen is None:
                 missed.append(sequence)
@@ -493,7 +496,7 @@ class RouterCore:
             if not with_place:
                 break
         if with_place and len(missed) == MOST_MISSES:
-            ledger.set_aside(missed)  # so that they do not hide others from the replicas for ever
+            ledger.set_aside(missed)  # so that the next pass reaches the sequences behind them
         else:
             ledger.take_back()
         return commands

@@ -1,4 +1,4 @@
-"""Finds waiting sequences that no replica will serve: none holds them, or none has come back for too long."""
+"""Finds waiting sequences that no replica will serve: none is large enough, or none has served their model for too long."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The waiting room: requests for a model that a manifest declares and that no replica serves yet.
 
 Their bodies are kept as they came, because nothing can tokenise them before a replica brings the tokenizer. The
-room is bounded in bytes, for all and for each owner, and each request in time. All events come in as calls; the
-driver carries out what they return.
+bytes in the room are bounded, for all owners together and for each, and so is the time of each request. Events come in
+as calls, and the driver carries out what they return.
 """
 
 from __future__ import annotations
