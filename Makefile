@@ -171,6 +171,6 @@ gen: $(STAMP) ## write the generated files: the version where it stands, crds/, 
 	$(BIN)/python benchmarks/clients.py --page docs/clients.md
 
 .PHONY: clean
-clean: ## remove .venv, caches and the checkpoint of `make run`
+clean: ## remove .venv, caches, and .medha with all that was made in it (checkpoints, cluster.env)
 	rm -rf $(VENV) .medha .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -127,7 +127,8 @@ def _section(name: str, client: Row) -> Iterator[str]:
         yield f"| `{asked}` | {fields} | {answers} |"
     if client["refused"]:
         yield ""
-        yield from (f"- {one['status']}: {one['message']}" for one in client["refused"])
+        # An answer to HEAD has no body: the table has its status.
+        yield from (f"- {one['status']}: {one['message']}" for one in client["refused"] if one["message"])
 
 
 def _refusals(client: Row) -> set[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -73,14 +76,7 @@ def add(
       medha keys add search --file keys.yaml
       medha keys add reports --file keys.yaml --concurrency 4 --tokens-per-minute 1000000 --service-class batch
     """
-    keys = read_keys("--file", path) if path.exists() else ApiKeys(())
     value = _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
-    former = next((key for key in keys.keys if key.name == name), None)
-    hashes = (*(former.sha256 if former is not None else ()), hash_of(value))
-    if len(hashes) > MOST_HASHES:
-        raise ConfigInvalid(
-            f"NAME {name!r} has {MOST_HASHES} keys already; remove the former ones: medha keys remove {name} --former"
-        )
     given = {
         "requestsPerMinute": requests_per_minute,
         "tokensPerMinute": tokens_per_minute,
@@ -88,9 +84,17 @@ def add(
         "serviceClasses": service_classes or None,
         "cacheGroup": cache_group,
     }
-    entry = {} if former is None else former.model_dump(by_alias=True, exclude_none=True)
-    entry |= {field: value for field, value in given.items() if value is not None}
-    _write(path, keys.with_entry(entry | {"name": name, "sha256": hashes}))
+    with _locked(path):
+        keys = read_keys("--file", path) if path.exists() else ApiKeys(())
+        former = next((key for key in keys.keys if key.name == name), None)
+        hashes = (*(former.sha256 if former is not None else ()), hash_of(value))
+        if len(hashes) > MOST_HASHES:
+            raise ConfigInvalid(
+                f"NAME {name!r} has {MOST_HASHES} keys already; remove the former ones: medha keys remove {name} --former"
+            )
+        entry = {} if former is None else former.model_dump(by_alias=True, exclude_none=True)
+        entry |= {field: value for field, value in given.items() if value is not None}
+        _write(path, keys.with_entry(entry | {"name": name, "sha256": hashes}))
     click.echo(value)
     note = (
         "" if former is None else f"; its {len(former.sha256)} former ones stay valid until they are removed"
@@ -110,16 +114,17 @@ def remove(name: str, path: Path, former: bool) -> None:
       medha keys remove search --file keys.yaml --former
       medha keys remove search --file keys.yaml
     """
-    keys = read_keys("--file", path)
-    if name not in keys.names:
-        known = ", ".join(sorted(keys.names)) or "none"
-        raise ConfigInvalid(f"NAME {name!r} is not in {path}; it has {known}")
-    kept = [
-        key.model_copy(update={"sha256": key.sha256[-1:]}) if key.name == name else key
-        for key in keys.keys
-        if former or key.name != name
-    ]
-    _write(path, ApiKeys(kept))
+    with _locked(path):
+        keys = read_keys("--file", path)
+        if name not in keys.names:
+            known = ", ".join(sorted(keys.names)) or "none"
+            raise ConfigInvalid(f"NAME {name!r} is not in {path}; it has {known}")
+        kept = [
+            key.model_copy(update={"sha256": key.sha256[-1:]}) if key.name == name else key
+            for key in keys.keys
+            if former or key.name != name
+        ]
+        _write(path, ApiKeys(kept))
     click.echo(f"{path}: {'the former keys of ' if former else ''}{name} removed", err=True)
 
 
@@ -157,6 +162,22 @@ def read_keys(option: str, path: Path) -> ApiKeys:
         return ApiKeys.from_text(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigInvalid(f"{option} {path}: {error.strerror}; name a file of API keys") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let no other `medha keys` change files of this folder meanwhile. The lock is the folder's, so no file is left."""
+    try:
+        descriptor = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # reading or writing reports it
+        yield
+        return
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write(path: Path, keys: ApiKeys) -> None:

@@ -16,9 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from medha.errors import ConfigInvalid
-from medha_cli.options import FILE
+from medha_cli.options import FILE, Number, given
+from medha_cli.result_files import require_writable, write_figures
 from medha_process.launch import RANK_ENVIRONMENT
-from medha_process.shared_files import write_whole
 
 if TYPE_CHECKING:
     from medha.determinism import Determinism
@@ -61,7 +61,7 @@ _INTERRUPTED = 130  # as a shell reports a command that Ctrl-C ended
 )
 @click.option(
     "--max-step-seconds",
-    type=click.FloatRange(min=0.001),
+    type=Number(min=0.001),
     default=2.0,
     show_default=True,
     help="Longest step that is measured; longer ones are extrapolated by the roofline.",
@@ -76,7 +76,9 @@ _INTERRUPTED = 130  # as a shell reports a command that Ctrl-C ended
     is_flag=True,
     help="Measure the CPU time of one thread instead of wall-clock time, on a busy machine.",
 )
+@click.pass_context
 def command(
+    context: click.Context,
     source: Path,
     output: Path,
     quick: bool,
@@ -105,11 +107,11 @@ def command(
     max_chunk = max_chunk or rank.max_chunk
     threads = threads or rank.threads
     if cpu_time and (threads or 1) != 1:
-        raise ConfigInvalid(f"--cpu-time counts one thread, but threads is {threads}; leave one of them out")
-    if not output.parent.is_dir():
+        where = "--threads" if given(context, "threads") else "spec.threads"
         raise ConfigInvalid(
-            f"--output {output}: there is no folder {output.parent}; make it, or name another"
+            f"--cpu-time measures one thread, but {where} is {threads}; add --threads 1, or leave --cpu-time out"
         )
+    require_writable("--output", output, inputs=[source])
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         for name, value in RANK_ENVIRONMENT.items():  # read when torch is imported
@@ -158,7 +160,7 @@ def command(
             name=f"{rank.directory.resolve().name} on {_machine()}",
             source=f"medha profile: {len(steps)} steps, contexts up to {max(grid.contexts)} tokens",
         )
-        write_whole(output, profile.to_json())
+        write_figures("--output", output, profile.to_json())
     except KeyboardInterrupt:
         console.print(f"interrupted: {output} is not written")
         sys.exit(_INTERRUPTED)

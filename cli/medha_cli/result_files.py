@@ -55,16 +55,25 @@ def write_results(option: str, page_file: Path, figures: str, page: Callable[[],
     """Write the figures, a JSON text, and then the page that is made of them.
 
     Raises:
-        ResultsUnwritten: a file cannot be written. If it is the figures, they were saved in the folder of temporary files
-            or, if that fails too, printed.
+        ResultsUnwritten: a file cannot be written. If it is the figures, they were saved elsewhere (`write_figures`).
     """
     beside = figures_beside(page_file)
+    write_figures(option, beside, figures)
+    write_page(option, page_file, page(), f"the figures are in {beside}")
+
+
+def write_figures(option: str, file: Path, figures: str) -> None:
+    """Write the figures of a long run, a JSON text.
+
+    Raises:
+        ResultsUnwritten: the file cannot be written. The figures were saved in the folder of temporary files or, if that fails
+            too, printed.
+    """
     try:
-        _write_whole(beside, figures)
+        _write_whole(file, figures)
     except OSError as error:
         kept = _keep_elsewhere(figures)
-        raise ResultsUnwritten(f"{_unwritten(option, beside, error)}; the figures are {kept}") from error
-    write_page(option, page_file, page(), f"the figures are in {beside}")
+        raise ResultsUnwritten(f"{_unwritten(option, file, error)}; the figures are {kept}") from error
 
 
 def write_page(option: str, page_file: Path, page: str, kept: str) -> None:

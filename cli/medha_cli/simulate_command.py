@@ -225,6 +225,12 @@ def command(
         )
     if not deployment.disk_bytes:
         unused["disk_bytes_per_second"] = "the manifest has no disk tier (kvCache.tiers.disk); leave it out"
+    if quick:
+        unused |= dict.fromkeys(
+            ("seeds", "band"), "--quick is one seed without a band; leave one of them out"
+        )
+        if duration > QUICK_SECONDS:
+            unused["duration"] = f"--quick lasts {QUICK_SECONDS:g} s at most; leave one of them out"
     refuse_unused(context, unused)
     by_load = rate is None and workload.shape == "mix"
     spec = StudySpec(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import signal
 import sys
@@ -23,7 +24,7 @@ from rich.live import Live
 from rich.text import Text
 
 from medha.scheduler.status_report import MOST_REQUESTS, Order
-from medha_cli.options import run_options
+from medha_cli.options import Number, run_options
 from medha_cli.replica_snapshot import NotAnswering, Snapshot, Target
 from medha_cli.top_page import page
 
@@ -40,7 +41,7 @@ KEYS = "q quit   s order   p pause   up/down scroll   +/- interval"
 @click.option("--json", "as_json", is_flag=True, help="Print each snapshot as one JSON object, on one line.")
 @click.option(
     "--interval",
-    type=click.FloatRange(SHORTEST_SECONDS, 3600),
+    type=Number(SHORTEST_SECONDS, 3600),
     default=1.0,
     show_default=True,
     help="Seconds between two snapshots.",
@@ -256,6 +257,10 @@ def _keys(console: Console) -> Iterator[Keys]:
         os.close(writing)
 
 
+_KEY = re.compile(r"\x1b[\[O][0-?]*[ -/]*[@-~]|.", re.DOTALL)
+"""A key that terminals send as an escape sequence (ECMA-48), or as one character."""
+
+
 class Keys:
     """Reads keys from the terminal."""
 
@@ -277,4 +282,4 @@ class Keys:
         pressed = os.read(self._terminal, 64).decode(errors="ignore")
         if not pressed:  # the terminal has gone
             return ["q"]
-        return [pressed] if pressed.startswith("\x1b") else list(pressed)
+        return _KEY.findall(pressed)

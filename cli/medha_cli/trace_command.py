@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from medha.errors import PartFailed
-from medha_cli.options import FILE, run_options
+from medha_cli.options import FILE, Number, run_options
 from medha_cli.replica_snapshot import ANSWER_SECONDS, Target, reason
 from medha_cli.result_files import require_writable, results_file
 
@@ -23,7 +23,7 @@ _PIECE_BYTES = 65_536
 @click.argument("name", required=False)
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.1, LONGEST_SECONDS),
+    type=Number(0.1, LONGEST_SECONDS),
     default=5.0,
     show_default=True,
     help="Seconds to record.",

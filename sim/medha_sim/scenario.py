@@ -417,7 +417,7 @@ def named_hardware(name: str) -> Hardware:
         ConfigInvalid: there is no such description.
     """
     if name not in HARDWARE:
-        raise ConfigInvalid(f"hardware is {name!r}; choose one of {', '.join(HARDWARE)}")
+        raise ConfigInvalid(f"--hardware is {name!r}; choose one of {', '.join(HARDWARE)}")
     return HARDWARE[name]
 
 
@@ -428,7 +428,7 @@ def named_model(name: str) -> ModelShape:
         ConfigInvalid: there is no such shape.
     """
     if name not in MODELS:
-        raise ConfigInvalid(f"model is {name!r}; choose one of {', '.join(MODELS)}")
+        raise ConfigInvalid(f"--model is {name!r}; choose one of {', '.join(MODELS)}")
     return MODELS[name]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from medha.api_keys import MOST_HASHES, ApiKey, ApiKeys
+from medha_cli import keys_command
 from medha_cli.main import main
+
+MEDHA = (sys.executable, "-m", "medha_cli.main", "keys")
 
 
 def medha(*arguments: object) -> Any:
@@ -62,6 +68,29 @@ def test_a_second_key_of_a_client_replaces_the_first_in_two_steps(file: Path) ->
     assert stat.S_IMODE(file.stat().st_mode) == 0o640, "as its owner had set it"
     assert medha("remove", "search", "--file", file).exit_code == 0
     assert found(file, new) is None
+
+
+def test_keys_that_are_made_at_the_same_time_are_all_kept(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, is_first = keys_command.read_keys, threading.Event()
+
+    def read(option: str, path: Path) -> ApiKeys:
+        """Read the file, and let another `medha keys add` come between reading and writing."""
+        keys = own(option, path)
+        if not is_first.is_set():
+            is_first.set()
+            other.start()
+            other.join(0.3)
+        return keys
+
+    add(file, "first")
+    monkeypatch.setattr(keys_command, "read_keys", read)
+    # Another process: locks are those of open files, which threads do not share here either.
+    other = threading.Thread(target=subprocess.run, args=([*MEDHA, "add", "other", "--file", str(file)],))
+    add(file, "second")
+    other.join()
+    assert set(ApiKeys.from_text(file.read_bytes(), "").names) == {"first", "second", "other"}
 
 
 def test_keys_are_listed_without_hashes(file: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -80,15 +82,42 @@ def test_ctrl_c_leaves_an_earlier_profile_as_it_was(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("-o", "no/such/folder/p.json"), "there is no folder no/such/folder; make it"),
-        (("--cpu-time", "--threads", "2"), "--cpu-time counts one thread, but threads is 2"),
+        (
+            ("-o", "no/such/folder/p.json"),
+            "--output is no/such/folder/p.json, whose folder does not exist; make it",
+        ),
+        (("-o", "/proc/p.json"), "--output: /proc/p.json cannot be written"),
+        (("--cpu-time", "--threads", "2"), "--cpu-time measures one thread, but --threads is 2"),
         (("--max-decodes", "1"), "--max-decodes"),
+        (("--max-step-seconds", "nan"), "nan is no finite number"),
     ],
 )
 def test_a_wrong_flag_is_named(checkpoint: Path, arguments: tuple[str, ...], message: str) -> None:
     result = run(checkpoint, *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_profile_for_which_there_is_no_room_is_kept_elsewhere(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "folder" / "p.json"
+    target.parent.mkdir()
+    own = measuring.measure
+
+    def measure(*arguments: Any, **options: Any) -> Any:
+        """Measure, and meanwhile the folder goes."""
+        steps = own(*arguments, **options)
+        target.parent.rmdir()
+        return steps
+
+    monkeypatch.setattr(measuring, "measure", measure)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = run(checkpoint, "-o", target, *SMALL)
+    assert result.exit_code == 1, result.output
+    (kept,) = tmp_path.glob("medha-*.json")
+    assert f"the figures are in {kept}" in result.stderr
+    assert Profile.from_json(kept.read_bytes()).layers == 2
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from medha.scheduler.status_report import (
     StreamingStatus,
 )
 from medha_cli.replica_snapshot import RouterStatus, Snapshot, router_status
-from medha_cli.top_command import _Shown, press
+from medha_cli.top_command import Keys, _Shown, press
 from medha_cli.top_page import page, short, span
 from medha_cli.trace_command import whole_events
 
@@ -291,6 +292,24 @@ def test_keys_change_what_is_shown() -> None:
     assert not shown.ended
     press(shown, "q")
     assert shown.ended
+
+
+@pytest.mark.parametrize(
+    ("sent", "keys"),
+    [
+        (b"s\x1b[B", ["s", "\x1b[B"]),
+        (b"\x1b[B\x1b[Bq", ["\x1b[B", "\x1b[B", "q"]),
+        (b"\x1bOA\x1b[1;5B", ["\x1bOA", "\x1b[1;5B"]),
+        (b"\x1b", ["\x1b"]),
+        (b"p\n ", ["p", "\n", " "]),
+    ],
+)
+def test_keys_that_arrive_together_are_told_apart(sent: bytes, keys: list[str]) -> None:
+    ends = [os.pipe(), os.pipe()]
+    os.write(ends[0][1], sent)
+    assert Keys(ends[0][0], ends[1][0])(5.0) == keys
+    for end in (end for pair in ends for end in pair):
+        os.close(end)
 
 
 def test_the_orders_come_round_again() -> None:
