@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,6 @@ from click.testing import CliRunner
 from medha.api_keys import MOST_HASHES, ApiKey, ApiKeys
 from medha_cli import keys_command
 from medha_cli.main import main
-
-MEDHA = (sys.executable, "-m", "medha_cli.main", "keys")
 
 
 def medha(*arguments: object) -> Any:
@@ -86,8 +82,9 @@ def test_keys_that_are_made_at_the_same_time_are_all_kept(
 
     add(file, "first")
     monkeypatch.setattr(keys_command, "read_keys", read)
-    # Another process: locks are those of open files, which threads do not share here either.
-    other = threading.Thread(target=subprocess.run, args=([*MEDHA, "add", "other", "--file", str(file)],))
+    other = threading.Thread(
+        target=keys_command.add.callback, args=("other", file, None, None, None, (), None)
+    )
     add(file, "second")
     other.join()
     assert set(ApiKeys.from_text(file.read_bytes(), "").names) == {"first", "second", "other"}
