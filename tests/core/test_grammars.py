@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from medha.scheduler.grammars import COMPILE_SECONDS, KEPT_GRAMMARS
-from medha.wire.messages import DropGrammar, Failed, Sampling, StageFree, StepProfile, Submit, Tick
+from medha.wire.messages import (
+    CompileGrammar,
+    DropGrammar,
+    Failed,
+    Sampling,
+    StageFree,
+    StepProfile,
+    Submit,
+    Tick,
+)
 
 
 @pytest.fixture
@@ -161,6 +170,23 @@ def test_a_request_that_steps_aside_keeps_its_compiled_grammar(
     assert replica.asides
     assert not replica.compiling
     assert {len(output) for output in replica.emitted.values()} == {30}
+
+
+def test_a_request_that_steps_aside_while_its_grammar_is_compiled_still_gets_it(
+    replica_of: Any, guided: Any, submit_of: Any
+) -> None:
+    """Ranks go on to compile it: they are told neither to drop it nor to compile it again."""
+    replica = replica_of(kv_blocks=12, default_output_tokens=2, max_chunk_tokens=16)
+    replica.submit(submit_of("plain", 4, 30))
+    replica.submit(guided("guided", 16, 30))
+    while not replica.asides:
+        assert replica.advance()
+    assert replica.asides == ["guided"]
+    sent = [type(command) for commands in replica.commands for command in commands]
+    assert (sent.count(CompileGrammar), sent.count(DropGrammar)) == (1, 0)
+    replica.compile_next()
+    replica.run().check_empty()
+    assert replica.endings == {"plain": ["length"], "guided": ["length"]}
 
 
 def test_what_masks_cost_is_part_of_a_steps_prediction(replica_of: Any, guided: Any, submit_of: Any) -> None:

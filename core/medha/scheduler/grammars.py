@@ -40,7 +40,7 @@ class Grammars:
         self._awaiting: dict[
             str, tuple[Request, float]
         ] = {}  # by id, with the time when it ends; in that order
-        self._drops: list[str] = []
+        self._drops: dict[str, _Grammar] = {}  # by name, those that ranks are yet to be told to drop
 
     @property
     def next_due(self) -> float | None:
@@ -54,10 +54,12 @@ class Grammars:
             return []
         name = request.grammar = grammar_name(text)
         asked = []
-        known = self._known.get(name)
+        # Ranks have not been told to drop it, if it is in `_drops`: they still have it, or go on to compile it.
+        known = self._known.get(name) or self._drops.pop(name, None)
         if known is None:
-            known = self._known[name] = _Grammar(set(range(self._lanes)))
+            known = _Grammar(set(range(self._lanes)))
             asked.append(CompileGrammar(name, text, self._epoch))
+        self._known[name] = known
         self._unused.pop(name, None)
         known.users.add(request.id)
         if known.lanes_left:
@@ -116,7 +118,7 @@ class Grammars:
         """Return the grammars that ranks must drop since the last call."""
         if not self._drops:
             return []
-        drops, self._drops = self._drops, []
+        drops, self._drops = self._drops, {}
         return [DropGrammar(name, self._epoch) for name in drops]
 
     def _ending(self, requests: Iterable[Request]) -> list[Request]:
@@ -133,9 +135,8 @@ class Grammars:
         del self._awaiting[request.id]
 
     def _drop(self, name: str) -> None:
-        del self._known[name]
+        self._drops[name] = self._known.pop(name)
         self._unused.pop(name, None)
-        self._drops.append(name)
 
 
 def grammar_name(text: str) -> str:
