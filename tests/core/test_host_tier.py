@@ -408,6 +408,23 @@ def test_the_end_of_a_long_text_that_another_one_begins_is_kept_as_long_as_it_is
         tier.check()
 
 
+@pytest.mark.parametrize(("first", "second"), [((6, 12), (8, 16)), ((8, 16), (6, 12))])
+def test_parts_of_prompts_on_a_lane_that_begin_at_different_blocks_are_kept_until_both_have_gone(
+    first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    tier, text = HostTier(100, SIZE, Prices()), hashes(1, 16)
+    for part in (first, second):
+        tier.begin_swap(hash_range(text, *part))
+    tier.demote([branch(1, 0, 16)])
+    assert tier.wanted_blocks == 10
+    tier.end_swap(hash_range(text, *first))
+    tier.check()
+    assert tier.wanted_blocks == second[1] - second[0]
+    tier.end_swap(hash_range(text, *second))
+    tier.check()
+    assert (tier.wanted_blocks, tier.swapped_blocks) == (0, 0)
+
+
 def test_what_the_tier_holds_of_a_long_text_is_found_from_each_block_on_and_not_copied_again() -> None:
     tier = HostTier(5000, SIZE, Prices())
     tier.demote([branch(1, 0, 4000)])

@@ -464,9 +464,9 @@ class HostTier:
             self.wanted_blocks -= wanted.blocks
             for extent in wanted.extents:
                 extent.wanted.pop(wanted, None)
-        for other in self._swapped:  # those that begin alike need some of these blocks, too
-            if hash_at(other.hashes, 0) == hash_at(hashes, 0):
-                self._want(other)
+        # Others may need some of these blocks, too, whatever block of a prompt their part begins with.
+        for other in self._swapped:
+            self._want(other)
         for wanted in one.wanted:
             for extent in wanted.extents:
                 self._offer_again(extent.number)
