@@ -522,6 +522,26 @@ def test_a_write_that_is_called_off_is_no_failure_and_what_is_left_of_its_blocks
     disk.check()
 
 
+@pytest.mark.parametrize("is_off", [True, False])
+def test_a_late_report_of_a_write_that_was_given_up_does_not_count_for_the_next_one(is_off: bool) -> None:
+    """Both write a file of the same name. Rank 0 gives up the first one while rank 1 still writes it."""
+    disk, hashes = tier(), chain(1, 10)
+    (one,) = write(disk, hashes)
+    if is_off:
+        waiting(disk).dropped.add(one.extent)
+    disk.report(DiskReport(0, not_written=(one.file.name,)))
+    assert write(disk, hashes) == ()
+    assert waiting(disk).again == [], "rank 1 may still write it"
+    disk.report(DiskReport(1, written=(one.file.name,)))
+    assert waiting(disk).again == [hashes] * is_off
+    again = write(disk, hashes)
+    assert [delete.file for delete in disk.take_deletes(0)] == [one.file.name] == [w.file.name for w in again]
+    disk.report(DiskReport(0, written=(one.file.name,)))
+    assert disk.match(hashes, 0, 10) == []
+    written(disk, again)
+    assert disk.match(hashes, 0, 10) == [OnDisk(one.file.name, 0, 10)]
+
+
 def test_what_is_worth_most_is_written_first_and_a_prefix_before_what_continues_it() -> None:
     host = HostTier(400, 16, Fixed())
     host.unwritten = UnwrittenBlocks()

@@ -278,6 +278,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.disk.check()
         for rank in self.ranks:
             assert rank.ledger.digest() == self.host.ledger.digest()
+            assert {file.name for file, _ in self.disk._places.values()} <= rank.files.keys()
 
     @invariant()
     def host_blocks_hold_what_the_controller_thinks(self) -> None:

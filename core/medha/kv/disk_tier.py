@@ -162,8 +162,8 @@ class DiskTier:
         self._being_written: dict[str, _File] = {}  # by the hash of the last block
         self._most_in_use = blocks  # blocks; with more in use, the next file had no room
         self._deletes: list[str] = []
-        # Files for which a rank had no space: their source, and the ranks that may still be writing them.
-        self._no_space: dict[str, tuple[Kept, set[int]]] = {}
+        # Files that a rank could not write: what is to wait again, and the ranks that may still be writing them.
+        self._failing: dict[str, tuple[Kept | None, set[int]]] = {}
 
     @property
     def is_used(self) -> bool:
@@ -253,8 +253,7 @@ class DiskTier:
         is not written.
         """
         blocks = hash_count(file.hashes)
-        # Blocks of a file without space wait again once no rank writes them.
-        if file.name in self._files or file.name in self._no_space:
+        if file.name in self._files or file.name in self._failing:
             return False
         keys = each_hash(file.hashes)
         if all(key in self._places for key in keys):
@@ -428,10 +427,8 @@ class DiskTier:
             file = self._files.get(name)
             if file is not None:
                 self._remove(file)
-                if file.is_writing and name in report.no_space:
-                    self._found_no_space(file)
-                elif file.is_writing and name in report.not_written:
-                    self._was_not_written(file)
+                if file.is_writing:
+                    self._was_not_written(file, has_space=name not in report.no_space)
         for name in (*report.written, *report.not_written):
             self._ended_writing(name, report.rank)
         ended = self._loads.report(report)
@@ -439,36 +436,38 @@ class DiskTier:
             self._end_load(one)
         return ended
 
-    def _was_not_written(self, file: _File) -> None:
-        """Count a write that came to nothing: it has failed, or was called off because the host tier has dropped blocks of it."""
+    def _was_not_written(self, file: _File, *, has_space: bool) -> None:
+        """Count a write that came to nothing: it has failed, or was called off because the host tier has dropped blocks of it.
+
+        Its blocks wait again, unless it has failed for another reason than space. They do so once all ranks have reported
+        this write: their reports of the next one have the same name.
+        """
         source = file.source
         assert source is not None
-        if self._source.holds(source.extent, source.first + file.blocks):
-            self.counts.failed_writes += 1
-        else:
-            self.counts.skipped_blocks += self._source.wait_again(source)
+        is_off = has_space and not self._source.holds(source.extent, source.first + file.blocks)
+        self.counts.failed_writes += not is_off
+        if not has_space:
+            self._found_no_space(file)
+        self._failing[file.name] = None if has_space and not is_off else source, set(self._ranks - file.ranks)
 
     def _found_no_space(self, file: _File) -> None:
         """Note that a disk has no space for a file, which was removed: the tier holds no more than it does without it.
 
         A file that was begun before the tier shrank last says nothing about its size now: many may be written at once.
-        Its blocks wait again once all ranks have reported this write: their reports of the next one have the same name.
         """
         if file.tier_blocks == self.blocks:
             self.blocks = self.held_blocks
-        self.counts.failed_writes += 1
-        assert file.source is not None
-        self._no_space[file.name] = file.source, set(self._ranks - file.ranks)
 
     def _ended_writing(self, name: str, rank: int) -> None:
-        """Note that a rank no longer writes a file; does nothing unless a rank had no space for it."""
-        if name not in self._no_space:
+        """Note that a rank no longer writes a file; does nothing unless a rank could not write it."""
+        if name not in self._failing:
             return
-        source, writing = self._no_space[name]
+        source, writing = self._failing[name]
         writing.discard(rank)
         if not writing:
-            del self._no_space[name]
-            self.counts.skipped_blocks += self._source.wait_again(source)
+            del self._failing[name]
+            if source is not None:
+                self.counts.skipped_blocks += self._source.wait_again(source)
 
     def _found(self, rank: int, found: DiskFile) -> None:
         is_sound = (
@@ -531,7 +530,7 @@ class DiskTier:
         self._places.clear()
         self._deletes.clear()
         self._being_written.clear()
-        self._no_space.clear()
+        self._failing.clear()
         self.held_blocks = self._writing = self._in_use = 0
 
     def check(self) -> None:
@@ -539,7 +538,7 @@ class DiskTier:
         assert self.held_blocks == sum(file.blocks for file in self._files.values()) <= self.blocks
         assert self._writing == sum(file.blocks for file in self._files.values() if file.is_writing)
         assert all(file.is_writing for file in self._being_written.values())
-        assert self._files.keys().isdisjoint(self._no_space)
+        assert self._files.keys().isdisjoint(self._failing)
         assert self._in_use == sum(file.blocks for file in self._files.values() if file.is_in_use)
         for key, (file, block) in self._places.items():
             assert self._files[file.name] is file
