@@ -152,3 +152,15 @@ def test_a_request_of_another_owner_waits_for_no_backlog(
 def served_tokens(replica: Any) -> int:
     """Return the prompt tokens that steps have computed."""
     return sum(extent.count for step in replica.steps for one in step.entries for extent in one.extents)
+
+
+@pytest.mark.parametrize("output", [1, 2, 5])
+@pytest.mark.parametrize("guesses", [0, 3])
+def test_an_owner_is_charged_for_its_prompt_and_its_whole_output(
+    replica_of: Any, submit_of: Any, output: int, guesses: int
+) -> None:
+    replica = replica_of(guesses=guesses)
+    replica.submit(submit_of("a", 16, output, owner="x"))
+    replica.run().check_empty()
+    attained = replica.controller._attained.tokens("x", replica.now)
+    assert attained == pytest.approx(16 + output, rel=0.005)  # a little is forgotten meanwhile

@@ -764,11 +764,14 @@ class ReplicaController:
                 cut_off=cut_off or request.length >= request.limit_tokens,
             )
 
-    def _stop(self, request: Request, *, cut_off: bool = False) -> None:
-        """Give a running request no more steps; its KV waits in quarantine."""
+    def _stop(self, request: Request, *, cut_off: bool = False, last_tokens: int = 0) -> None:
+        """Give a running request no more steps; its KV waits in quarantine.
+
+        It ends with `last_tokens` tokens, which `emitted` does not count yet.
+        """
         request.ended = True
-        if request.emitted:
-            self._charges.append((request.submit.owner, request.emitted))
+        if request.emitted + last_tokens:
+            self._charges.append((request.submit.owner, request.emitted + last_tokens))
         if not request.steps_aside:
             self._count_output(request, cut_off=cut_off)
         for lane in request.held_lanes:
@@ -952,7 +955,7 @@ class ReplicaController:
             finish_reason = "length"
         is_first = request.emitted == 0
         if finish_reason is not None:
-            self._stop(request)
+            self._stop(request, last_tokens=len(tokens))
         elif not ran_ahead:
             decodes = self._lanes[request.lane].decodes
             if is_first:
