@@ -145,6 +145,21 @@ def test_the_status_shows_the_tokens_that_each_step_streams(lanes: int) -> None:
     assert status(without, History(), 0.0).lanes[0].streaming is None
 
 
+def test_the_status_counts_blocks_in_host_memory_as_no_used_blocks_of_the_pool() -> None:
+    served, used, random = Served(config_of()), list[int](), Random(1)
+    served.handle(submit("long", 150))
+    while "long" not in served.ends:
+        found = status(served.controller, History(), served.now)
+        (lane,) = found.lanes
+        assert lane.streaming is not None
+        (computed,) = (one.computed_tokens for one in found.requests)
+        used.append(lane.kv.used)
+        assert used[-1] == max(0, -(-computed // SIZE) - lane.streaming.held)
+        assert lane.kv.used + lane.kv.reserved == 15
+        served.move(random)
+    assert (min(used), max(used)) == (0, 14)
+
+
 def test_a_request_larger_than_the_pool_is_served_whole_and_one_larger_than_both_is_refused() -> None:
     served = Served(config_of())
     assert served.config.longest_tokens == (15 + STREAMED) * SIZE

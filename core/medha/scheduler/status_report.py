@@ -321,7 +321,8 @@ def kv_by_lane(core: ReplicaController, requests: Sequence[Request]) -> list[KvS
     for request in requests:
         if request.shard_map is not None:
             for lane, tokens in request.shard_map.local_lengths(request.computed).items():
-                written[lane] += core.pools.ledger(lane).blocks_for(tokens)
+                ledger = core.pools.ledger(lane)
+                written[lane] += max(0, ledger.blocks_for(tokens) - ledger.streamed_blocks_of(request.id))
     found = []
     for lane in range(core.pools.lanes):
         ledger = core.pools.ledger(lane)
