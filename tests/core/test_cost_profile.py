@@ -160,6 +160,10 @@ def change(path: str, value: object) -> str:
         (change("attention.points", [[1, 2.0], [4, 1.0]]), r"points must ascend in queries, and never fall"),
         (change("attention.points", [[2, 2.0]]), r"points must begin with one query, not with 2"),
         (change("linear_points", [[1, 2.0], [4, 1.0]]), r"linear_points must ascend in tokens, and never"),
+        (
+            change("linear", [{"name": "down", "experts": 2, "experts_per_row": 3}]),
+            r"linear\.0: .*experts_per_row is 3; it must be at most experts, which is 2",
+        ),
         (change("format", 2), r"format: Input should be 1 \(found 2\)"),
         (change("launch_seconds", "NaN"), r"launch_seconds: .*\(found 'NaN'\)"),
     ],

@@ -66,6 +66,12 @@ class Operation:
     experts: _AtLeastOne = 1  # parts of the weights; each row passes `experts_per_row` of them
     experts_per_row: _AtLeastOne = 1
 
+    def __post_init__(self) -> None:
+        if self.experts_per_row > self.experts:
+            raise ValueError(
+                f"experts_per_row is {self.experts_per_row}; it must be at most experts, which is {self.experts}"
+            )
+
     def seconds(self, rows: Counts | Seconds) -> Seconds:
         """Return the seconds for each of `rows`; zero rows cost nothing. Experts that no row passes are not read."""
         read = self.fixed_seconds * self._touched(rows) / self.experts
