@@ -72,7 +72,7 @@ def test_longer_prompts_are_not_refused_and_what_is_refused_is_reported(tmp_path
     )
     done = medha("simulate", str(manifest), *QUICK, *longs)
     assert "refused as too_long, the first: " in done.stdout
-    assert "tokens; maxModelLen is 9000." in done.stdout
+    assert "tokens, and maxModelLen is 9000; shorten the prompt." in done.stdout
 
 
 def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:

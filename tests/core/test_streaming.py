@@ -175,7 +175,8 @@ def test_a_request_larger_than_the_pool_is_served_whole_and_one_larger_than_both
 
 def test_without_streaming_the_refusal_names_the_pool_alone() -> None:
     refusal = validation.unservable(config_of(streams=False), submit("long", 150))
-    assert refusal == ("too_long", "150 tokens; the KV pool holds 80")
+    fix = "shorten the prompt or lower max_tokens"
+    assert refusal == ("too_long", f"153 tokens of prompt and output; the KV pool holds 80; {fix}")
     refusal = validation.unservable(config_of(), submit("long", 300))
     assert refusal is not None
     assert "180 of one request if a part is streamed" in refusal[1]

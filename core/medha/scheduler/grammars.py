@@ -20,7 +20,7 @@ from medha.wire.messages import CompileGrammar, DropGrammar, GrammarReady
 KEPT_GRAMMARS = 32
 """Grammars that stay compiled although no open request has them, because all turns of an agent use the same one."""
 COMPILE_SECONDS = 6.0
-"""Longest time from its arrival for which a request waits for its grammar."""
+"""Longest time for which a request waits for its grammar, from its arrival or from when it has stepped aside."""
 
 
 @dataclass(slots=True)

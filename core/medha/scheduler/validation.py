@@ -98,10 +98,13 @@ def unservable(config: ReplicaConfig, submit: Submit) -> Refusal | None:
     if class_name(config, submit) not in config.service_classes:
         return "unknown_class", f"service class {submit.service_class!r} is not one of the replica's"
     if submit.prompt_length >= config.max_model_len:
-        return "too_long", f"{submit.tokens} tokens; maxModelLen is {config.max_model_len}"
-    if most_tokens(config, submit) > config.longest_tokens:
+        tokens, limit = submit.prompt_length, config.max_model_len
+        return "too_long", f"the prompt has {tokens} tokens, and maxModelLen is {limit}; shorten the prompt"
+    needed = most_tokens(config, submit)
+    if needed > config.longest_tokens:
         most = ""
         if config.streaming is not None:
             most = f", and {config.longest_tokens} of one request if a part is streamed from host memory"
-        return "too_long", f"{submit.tokens} tokens; the KV pool holds {config.pool_tokens}{most}"
+        text = f"{needed} tokens of prompt and output; the KV pool holds {config.pool_tokens}{most}"
+        return "too_long", f"{text}; shorten the prompt or lower max_tokens"
     return None
