@@ -19,7 +19,7 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.kv.blocks import BlockCopy, BlockLedger
@@ -582,6 +582,12 @@ class ControllerMachine(RuleBasedStateMachine):
             if drawn:  # its output is part of the prompt now, which nobody else has
                 again = replace(again, prompt=f"{id_} in {self.lanes.epoch}", block_hashes="")
             self.handle(again)
+
+    @invariant()
+    def host_tiers_agree_with_what_they_keep(self) -> None:
+        if hasattr(self, "lanes"):
+            for tier in self.lanes.controller.pools.tiers:
+                tier.check()
 
     # --- what drives it ---------------------------------------------------------------------------------
 
