@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from mmap import PAGESIZE
 
 import pytest
 import torch
 
+from medha.errors import OutOfMemory
 from medha.kv.host_tier import TierCopy
+from medha_worker.cuda_device import pinned
 from medha_worker.device import HOST, Device, InOrder, Mark, host_device
 from medha_worker.model import host_blocks
 from medha_worker.model.host_blocks import Arrivals, HostBlocks
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.streamed_blocks import StreamedBlocks
 
 HEADS, TOKENS, WIDTH, BLOCKS = 2, 4, 8, 20
 
@@ -130,3 +134,59 @@ def test_a_fetch_that_fails_is_no_fetch_that_has_arrived(monkeypatch: pytest.Mon
     for layer in (0, 0, 1):
         with pytest.raises(MemoryError, match="no memory"):
             pool.await_layer(layer)
+
+
+class Registers:
+    """A double of CUDA's runtime that pins pages."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.sizes: dict[int, int] = {}  # by address
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        assert flags == 0
+        self.sizes[address] = size_bytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.sizes[address]
+
+
+def double_of_cuda(monkeypatch: pytest.MonkeyPatch, status: int = 0) -> Registers:
+    registers = Registers(status)
+
+    def check(status: int) -> None:
+        if status:
+            raise torch.cuda.CudaError(status)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: registers)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return registers
+
+
+class Pins(InOrder):
+    def lasting_host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return pinned(shape, dtype)
+
+
+@pytest.mark.parametrize("kind", [HostBlocks, StreamedBlocks])
+def test_pinned_memory_is_no_larger_than_a_tier(
+    kind: Callable[[KVCache, int], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registers = double_of_cuda(monkeypatch)
+    meta = torch.device("meta")
+    cache = pool_of(replace(host_device(torch.bfloat16), torch_device=meta, runtime=Pins(meta)))
+    blocks = 1100  # torch's allocator would take nearly twice as much
+    tier = kind(cache, blocks)
+    size_bytes = blocks * TOKENS * HEADS * WIDTH * 4
+    assert list(registers.sizes.values()) == [-(-size_bytes // PAGESIZE) * PAGESIZE] * 6
+    assert all(address % PAGESIZE == 0 for address in registers.sizes)
+    del tier
+    assert registers.sizes == {}
+
+
+def test_memory_that_cannot_be_pinned_names_the_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    double_of_cuda(monkeypatch, status=2)
+    with pytest.raises(OutOfMemory, match=r"kvCache\.tiers\.host\.size or kvCache\.streaming\.size"):
+        pinned((3, 5), torch.float32)

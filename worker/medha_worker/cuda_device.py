@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from weakref import WeakSet
+from math import prod
+from mmap import PAGESIZE
+from weakref import WeakSet, finalize
 
+import numpy as np
 import torch
 
+from medha.errors import OutOfMemory
 from medha_worker.device import HOST, Device
 from medha_worker.host_memory import MemoryFigures
 from medha_worker.nvml import nvml_uuid
@@ -44,6 +48,9 @@ class CudaRuntime:
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=HOST, pin_memory=True)
+
+    def lasting_host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return pinned(shape, dtype)
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
@@ -89,6 +96,37 @@ class CudaRuntime:
     def synchronise(self) -> None:
         # Not the whole device: receives of the next step may be waiting on streams of their own.
         torch.cuda.current_stream(self._device).synchronize()
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised tensor in pinned host memory of its own pages.
+
+    Torch's allocator rounds the size of pinned memory up to a power of two. It can be told not to
+    (`pinned_max_round_threshold_mb`), but then it may reuse freed memory for a tensor that is larger than it (torch 2.13).
+
+    Raises:
+        OutOfMemory: so much memory cannot be pinned.
+    """
+    used_bytes = prod(shape) * dtype.itemsize
+    size_bytes = -(-used_bytes // PAGESIZE) * PAGESIZE
+    memory = np.empty(size_bytes + PAGESIZE, dtype=np.uint8)
+    begin = -memory.ctypes.data % PAGESIZE
+    address = memory.ctypes.data + begin
+    try:
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(cudart.cudaHostRegister(address, size_bytes, 0))
+    except torch.cuda.CudaError as error:
+        raise OutOfMemory(
+            f"{size_bytes} bytes of host memory cannot be pinned ({error}); lower kvCache.tiers.host.size or "
+            "kvCache.streaming.size, or give the pods more memory"
+        ) from error
+    finalize(memory, _unpin, address).atexit = False  # called before numpy frees it
+    return torch.from_numpy(memory[begin : begin + used_bytes]).view(dtype).view(*shape)
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.synchronize()  # copies may still be under way
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class CudaMark:

@@ -79,6 +79,10 @@ class Runtime(Protocol):
         """Return an uninitialised tensor in host memory that is fast to copy to and from the device."""
         ...
 
+    def lasting_host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor as `host_empty` does, but of no more memory than it needs. It is slow to make."""
+        ...
+
     def ahead(self) -> AbstractContextManager[None]:
         """Run what the calling thread gives in this context beside the work of other threads, not behind it."""
         ...
@@ -179,6 +183,8 @@ class InOrder:
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=HOST)
+
+    lasting_host_empty = host_empty
 
     @contextmanager
     def ahead(self) -> Iterator[None]:

@@ -95,7 +95,9 @@ class HostBlocks:
         size = kv_cache.block_tokens
         self._tensors = [
             (
-                self._device.runtime.host_empty((blocks, pool.shape[0], size, pool.shape[2]), pool.dtype),
+                self._device.runtime.lasting_host_empty(
+                    (blocks, pool.shape[0], size, pool.shape[2]), pool.dtype
+                ),
                 # A view, in the order of host blocks.
                 pool.view(pool.shape[0], -1, size, pool.shape[2]).transpose(0, 1),
             )

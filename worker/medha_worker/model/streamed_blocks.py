@@ -92,7 +92,7 @@ class StreamedBlocks:
     def _host(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
         if self._device.is_host:
             return zeros(shape, dtype, self._device)
-        return self._device.runtime.host_empty(shape, dtype).zero_()
+        return self._device.runtime.lasting_host_empty(shape, dtype).zero_()
 
     @staticmethod
     def _pair(tensors: Sequence[torch.Tensor]) -> Pools:
