@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,7 +16,7 @@ from medha.api.kv_cache_spec import PeerPlane
 from medha.kv.lane_replay import ServeBlocks
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.rank import nixl_plane, peer_plane
-from medha_worker.rank.peer_plane import PlaneFailed
+from medha_worker.rank.peer_plane import PlaneFailed, WithAnswers
 from medha_worker.rank.peer_reader import peer_blocks
 
 from .test_peer_blocks import BLOCK_BYTES, IDENTITY, TICKET, Memory, Pair, is_loaded
@@ -123,13 +124,20 @@ def test_bytes_that_do_not_come_reach_no_host_block_and_sockets_are_used_from_th
     assert pair.reader._plane.name == ("nixl" if what == "overwritten" else "")
 
 
-def test_a_rank_without_the_library_uses_sockets_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("end", ["_nixl_taking", "_nixl_giving"])
+def test_a_rank_that_cannot_open_an_end_uses_sockets_and_says_so(
+    end: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing(_: int) -> None:
         raise PlaneFailed("the library nixl is not installed")
 
-    monkeypatch.setattr(peer_plane, "_nixl_taking", missing)
+    for each in ("_nixl_taking", "_nixl_giving"):
+        monkeypatch.setattr(peer_plane, each, missing if each == end else lambda _: WithAnswers())
+    caplog.set_level(logging.INFO)
+    before = threading.active_count()
     with closing(peer_blocks("tcp://127.0.0.1:*", cast("HostBlocks", Memory(1)), IDENTITY, "nixl")) as blocks:
-        assert blocks.reader._plane.name == ""
-        assert "over sockets, not over nixl: the library nixl is not installed" in caplog.text
+        assert (blocks.reader._plane.name, blocks.server._plane_name) == ("", "sockets")
+        assert threading.active_count() == before + 2
+    assert [record.getMessage() for record in caplog.records if record.name == "medha.peers"] == [
+        "KV goes to and comes from other replicas over sockets, not over nixl: the library nixl is not installed"
+    ]

@@ -369,17 +369,29 @@ def peer_blocks(
         zmq.ZMQError: an endpoint cannot be bound.
     """
     try:
-        reader = PeerReader(host, identity, time.perf_counter, plane_name)
+        blocks = _over(plane_name, endpoint, host, identity, bytes_endpoint)
     except PlaneFailed as error:
         _log.warning(
             "KV goes to and comes from other replicas over sockets, not over %s: %s", plane_name, error
         )
-        plane_name = "sockets"
-        reader = PeerReader(host, identity, time.perf_counter)
+        return _over("sockets", endpoint, host, identity, bytes_endpoint)
     if plane_name != "sockets":
         _log.info("KV goes to and comes from other replicas over %s", plane_name)
+    return blocks
+
+
+def _over(
+    plane_name: PeerPlane, endpoint: str, host: HostBlocks, identity: str, bytes_endpoint: str
+) -> PeerBlocks:
+    """Open both directions over one plane.
+
+    Raises:
+        PlaneFailed: an end of the plane cannot be opened.
+        zmq.ZMQError: an endpoint cannot be bound.
+    """
+    reader = PeerReader(host, identity, time.perf_counter, plane_name)
     try:
         return PeerBlocks(PeerServer(endpoint, host, identity, plane_name, bytes_endpoint), reader)
-    except zmq.ZMQError:
+    except BaseException:
         reader.close()
         raise
