@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -119,7 +119,10 @@ def test_tables_of_a_captured_step_change_behind_its_last_replay(
         used.append(mark)
 
 
-def test_tables_are_kept_until_the_device_has_done_the_step(model: Transformer, runtime: TwoStreams) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_tables_are_kept_until_the_device_has_done_the_step(
+    fails: bool, model: Transformer, runtime: TwoStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = filled(model)
 
     def run_a_step() -> weakref.ref[torch.Tensor]:
@@ -127,10 +130,17 @@ def test_tables_are_kept_until_the_device_has_done_the_step(model: Transformer, 
         prepared = model.prepare(positions, spans, cache)
         assert prepared.rotations is not None
         ((cos, _),) = prepared.rotations.values()
-        model.forward(tokens, prepared)
+        with suppress(MemoryError):
+            model.forward(tokens, prepared)
         return weakref.ref(cos)
 
-    tables = run_a_step()
+    def failing(*_: object) -> torch.Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        if fails:
+            patched.setattr(model, "_layer", failing)
+        tables = run_a_step()
     assert tables() is not None
     runtime.all_is_done = True
     run_a_step()

@@ -122,8 +122,10 @@ class Eagle3Head(PredictionHead):
         normed = self._norm(before, self._head.hidden_norm)
         both = torch.cat([self._norm(embedded, layer.input_norm), normed], dim=1)
         hidden = (normed if self._norms_before_residual else before).clone()
-        self._layer(0, layer, hidden, both, None, step.rotations[self._ropes[0]], step.layers)
-        self._in_flight.keep(step)
+        try:
+            self._layer(0, layer, hidden, both, None, step.rotations[self._ropes[0]], step.layers)
+        finally:  # after an error, too: work before it may still run
+            self._in_flight.keep(step)
         return hidden
 
     @torch.inference_mode()

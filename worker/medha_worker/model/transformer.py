@@ -359,14 +359,14 @@ class Transformer:
         self._has_reported = False
         step.ready.wait()
         entering = self.device.place(tokens_or_hidden)
-        if step.captured is not None:
-            hidden = step.captured.replay(entering)
-        else:
+        try:
+            if step.captured is not None:
+                return step.captured.replay(entering)
             assert step.layers is not None
             assert step.rotations is not None
-            hidden = self._run_layers(entering, step.rotations, step.layers)
-        self._in_flight.keep(step)
-        return hidden
+            return self._run_layers(entering, step.rotations, step.layers)
+        finally:  # after an error, too: the layers before it may still run
+            self._in_flight.keep(step)
 
     def _rotations(self, positions: torch.Tensor) -> Rotations:
         tables = {
