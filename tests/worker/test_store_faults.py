@@ -7,9 +7,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from held_points import WRITE_POINTS, HeldPoints, held_writes
 from medha.api.kv_cache_spec import StoreSpec
 from medha_worker.rank import kv_objects
 from medha_worker.rank.kv_objects import KvObjects, StoreFailed
-from medha_worker.rank.store_threads import REMAINS_SECONDS
+from medha_worker.rank.store_threads import REMAINS_SECONDS, opened_within
 from object_store import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectStore, object_store
 from small_disk import small_disk
 
@@ -316,6 +318,58 @@ def test_a_full_disk_is_a_fault_of_the_store_and_no_loss(tmp_path: Path) -> None
             assert [one.stored for one in rank.told()] == [(content_of(39).name,)], (
                 "it goes on once there is space"
             )
+
+
+class Bucket(BaseHTTPRequestHandler):
+    """Answers as a service does with an empty bucket that forgets what is written, or without the bucket."""
+
+    is_there = True
+
+    def do_HEAD(self) -> None:
+        self.send_error(404)
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        if not self.is_there:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("etag", '"1"')
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("vanishes", [False, True])
+def test_a_bucket_that_is_not_there_is_a_fault_that_names_what_to_set(
+    vanishes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setattr(Bucket, "is_there", vanishes)
+    host = small_host()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Bucket) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            where = StoreSpec(url="s3://typo/kv", endpoint=f"http://127.0.0.1:{server.server_port}")
+            if vanishes:
+                with closing(Rank(opened(where, host), host)) as rank:
+                    monkeypatch.setattr(Bucket, "is_there", False)
+                    rank.write(0)
+                    (told,) = rank.told()
+                assert told.not_stored == (content_of(0).name,)
+                fault = told.store_fault
+            else:
+                with pytest.raises(StoreFailed) as failed:
+                    opened_within(lambda: opened(where, host), 60)
+                fault = str(failed.value)
+        finally:
+            server.shutdown()
+    assert "kvCache.tiers.store.url is s3://typo/kv, and the service has no such bucket" in fault
 
 
 @pytest.mark.parametrize("found", [{}, {"AWS_ACCESS_KEY_ID": "a"}, {"AWS_SECRET_ACCESS_KEY": "a"}])

@@ -77,6 +77,7 @@ class KvObjects:
         self._identity = blake2b(identity.encode(), digest_size=16).hexdigest()
         self._block_bytes = block_bytes
         self._tag = ""
+        self._url = spec.url
         self._folder = Path(spec.directory) if spec.is_files else None
         self._store: ObjectStore | None = None
         self._store = _asking(lambda: _open(spec))
@@ -212,7 +213,15 @@ class KvObjects:
     def _put(self, path: str, data: bytes, mode: Literal["create", "overwrite"] = "overwrite") -> None:
         import obstore
 
-        _asking(lambda: obstore.put(self._opened, path, data, mode=mode, use_multipart=False))
+        try:
+            _asking(lambda: obstore.put(self._opened, path, data, mode=mode, use_multipart=False))
+        except ObjectMissing as error:
+            if self._folder is not None:  # another replica has deleted the unfinished file
+                raise
+            raise StoreFailed(
+                f"kvCache.tiers.store.url is {self._url}, and the service has no such bucket: make the bucket, or correct "
+                f"url, endpoint or region of kvCache.tiers.store ({_first_line(error)})"
+            ) from error
 
 
 _LACKS_CREDENTIALS = ("//169.254.169.254/", "Missing SecretAccessKey", "Missing AccessKeyId")
