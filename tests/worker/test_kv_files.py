@@ -487,6 +487,24 @@ def test_a_broken_disk_costs_files_and_then_the_tier(disk: Disk, monkeypatch: py
     assert kept(disk.files) == []
 
 
+@pytest.mark.parametrize("fails", ["read", "write", "delete"])
+def test_a_disk_on_which_one_kind_of_work_always_fails_costs_the_tier(
+    fails: str, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.write(0, 0)
+    monkeypatch.setattr(disk.files, fails, broken)
+    kinds: dict[str, Callable[[], list[DiskReport]]] = {
+        "read": lambda: disk.read(0, 6),
+        "write": lambda: disk.write(1, 0),
+        "delete": lambda: disk.work(deletes=(described(2).name,)),
+    }
+    for _ in range(MOST_FAILURES):
+        assert not disk.blocks.fault
+        for kind in sorted(kinds, key=lambda kind: kind == fails):
+            kinds[kind]()
+    assert f"{MOST_FAILURES} {fails}s in a row have failed" in disk.blocks.fault
+
+
 @pytest.mark.parametrize("call", ["open", "pwrite", "fsync"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_lack_of_space_is_reported_as_such_is_logged_once_and_never_switches_the_tier_off(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_files import NO_SPACE, FileDamaged, KvFiles, Rows, blocks_at_once
 
 MOST_FAILURES = 8
-"""Failures in a row after which the disk is no longer used: each costs a write, or a request a wait."""
+"""Reads, writes or deletes in a row that fail before the disk is no longer used: each costs a write, or a request a wait."""
 _HUNG_SECONDS = 30.0
 """Time without any progress after which the disk counts as hung."""
 _WATCH_SECONDS = 0.5
@@ -77,7 +78,7 @@ class DiskBlocks:
         self._size_bytes = size_bytes
         self._has_warned = False  # of a lack of space, in this epoch
         self._piece_blocks = blocks_at_once(host.block_bytes)
-        self._failures = 0  # in a row
+        self._failures = Counter[str]()  # in a row, by what has failed
         self._condition = threading.Condition()
         self._reads: DueQueue[_Job] = DueQueue()
         self._others: DueQueue[_Job] = DueQueue()
@@ -201,7 +202,9 @@ class DiskBlocks:
                     try:
                         self._files.delete(name)
                     except OSError as error:
-                        self._failed(f"{name} cannot be deleted: {error}")
+                        self._failed("deletes", f"{name} cannot be deleted: {error}")
+                    else:
+                        self._failures["deletes"] = 0
 
     def _tell(self, job: _Job, **fields: object) -> None:
         with self._condition:
@@ -209,12 +212,14 @@ class DiskBlocks:
                 return
             self._send(replace(job.report, **fields))  # type: ignore[arg-type]
 
-    def _failed(self, detail: str) -> None:
+    def _failed(self, kind: str, detail: str) -> None:
         _log.warning("the disk tier goes on without: %s", detail)
         with self._condition:
-            self._failures += 1
-            if self._failures >= MOST_FAILURES:
-                self._switch_off(f"{self._failures} failures in a row; the last one: {detail}")
+            self._failures[kind] += 1
+            if self._failures[kind] >= MOST_FAILURES:
+                self._switch_off(
+                    f"{self._failures[kind]} {kind} in a row have failed; the last one: {detail}"
+                )
 
     def _found_no_space(self, detail: str) -> None:
         """Warn once that the disk has less space than the tier's size."""
@@ -279,9 +284,9 @@ class DiskBlocks:
             return
         except (FileDamaged, OSError, ValueError, KeyError, TypeError) as error:
             self._tell(job, not_loaded=(read.extent,), damaged=(read.file,))
-            self._failed(f"{read.file} cannot be read: {error}")
+            self._failed("reads", f"{read.file} cannot be read: {error}")
             return
-        self._failures = 0
+        self._failures["reads"] = 0
         self._tell(job, loaded=((read.extent, self._clock() - started),))
 
     def _moved(self, job: _Job) -> None:
@@ -322,9 +327,9 @@ class DiskBlocks:
                 self._found_no_space(detail)
             else:
                 self._tell(job, not_written=(name,))
-                self._failed(detail)
+                self._failed("writes", detail)
         else:
-            self._failures = 0
+            self._failures["writes"] = 0
             self._tell(job, written=(name,))
 
     # --- the thread that watches ----------------------------------------------------------------------
