@@ -6,7 +6,8 @@ import json
 import re
 from pathlib import Path
 from threading import Event, Semaphore
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import jsonschema
@@ -20,6 +21,7 @@ from medha.wire.messages import Sampling
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.checkpoints.tokenizer_files import whole_tokenizer
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.rank.engine import Loaded
 from medha_worker.rank.grammar_masks import (
     FORMER_GRAMMARS,
     GrammarMask,
@@ -260,6 +262,19 @@ def test_a_grammar_that_waits_is_not_compiled_once_it_is_dropped_and_the_last_on
     assert held.result()
     compiled(masks, "the last one")
     assert reported[len(grammars) - 1 :] == [grammars[0], grammar_from("regex", "z")]
+
+
+def test_the_end_of_a_rank_waits_for_no_grammar_that_is_queued(checkpoint: Path) -> None:
+    begun, may_end, reported = Event(), Event(), list[str]()
+    masks = masks_of(checkpoint, VOCAB, EOS)
+    held = masks._compiles.submit(lambda: (begun.set(), may_end.wait()))
+    assert begun.wait(60)
+    masks.compile("queued", grammar_from("regex", "x"), reported.append)
+    Loaded.close(cast("Loaded", SimpleNamespace(_masks=masks, _disk=None, _peers=None, _store=None)))
+    may_end.set()
+    assert held.result(60)
+    assert masks._compiled["queued"].cancelled()
+    assert reported == []
 
 
 @given(text=st.text() | st.sampled_from(["<|user|>", "a<|eos|>b", "  two", "日本語"]))

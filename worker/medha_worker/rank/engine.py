@@ -614,7 +614,9 @@ class Loaded:
         )
 
     def close(self) -> None:
-        """End the threads of the disk tier, of peers and of the store."""
+        """End the threads of the disk tier, of peers and of the store, and compile no further grammars."""
+        if self._masks is not None:
+            self._masks.close()
         if self._disk is not None:
             self._disk.close()
         if self._peers is not None:

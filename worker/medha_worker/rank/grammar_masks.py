@@ -220,6 +220,10 @@ class GrammarMasks:
         self._compiled: dict[str, Future[LLMatcher]] = {}  # by name: those that the controller has asked for
         self._former: dict[str, Future[LLMatcher]] = {}  # of earlier epochs, or dropped; the last ones last
 
+    def close(self) -> None:
+        """Cancel compilations that have not begun; the end of the process waits for the one that runs."""
+        self._compiles.shutdown(wait=False, cancel_futures=True)
+
     def begin_epoch(self) -> None:
         """Keep what is compiled, and begin nothing else that an earlier epoch has asked for."""
         self._keep({name: one for name, one in self._compiled.items() if not one.cancel()})
