@@ -264,6 +264,30 @@ def test_a_grammar_that_waits_is_not_compiled_once_it_is_dropped_and_the_last_on
     assert reported[len(grammars) - 1 :] == [grammars[0], grammar_from("regex", "z")]
 
 
+@pytest.mark.parametrize("fails", ["matcher", "consume_token_par", "unsafe_compute_mask_ptr"])
+def test_a_mask_that_could_not_be_computed_is_right_when_it_is_asked_for_again(
+    fails: str, masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = grammar_from("regex", "[ab]c")
+    mask, other = mask_of(masks, grammar), mask_of(masks, grammar)
+    outputs = [allowed(mask, [])[0]]
+
+    def failing(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        if fails == "matcher":
+            patched.setattr(mask, "matcher", failing)
+        else:
+            real = masks._follower._computes
+            names = ("consume_token_par", "unsafe_compute_mask_ptr")
+            double = SimpleNamespace(**{name: getattr(real, name) for name in names} | {fails: failing})
+            patched.setattr(masks._follower, "_computes", double)
+        with pytest.raises(MemoryError):
+            mask.words(outputs)
+    assert allowed(mask, outputs) == allowed(other, outputs)
+
+
 def test_the_end_of_a_rank_waits_for_no_grammar_that_is_queued(checkpoint: Path) -> None:
     begun, may_end, reported = Event(), Event(), list[str]()
     masks = masks_of(checkpoint, VOCAB, EOS)

@@ -146,6 +146,10 @@ class GrammarMask:
         self._matcher = self._matcher or self._compiled.result().deep_copy()
         return self._matcher
 
+    def forget(self) -> None:
+        """Forget the matcher, which may have consumed some tokens; the next question begins with all output ids."""
+        self._matcher, self._known = None, 0
+
     def take(self, words: torch.Tensor) -> None:
         """Take the words after all known ids; they allow no token if the grammar cannot be followed."""
         matcher = self._matcher
@@ -186,6 +190,14 @@ class Follower:
                 mask.pending = begun
 
     def _follow(self, asked: Sequence[tuple[GrammarMask, list[int]]]) -> None:
+        try:
+            self._compute(asked)
+        except BaseException:
+            for mask, _ in asked:
+                mask.forget()
+            raise
+
+    def _compute(self, asked: Sequence[tuple[GrammarMask, list[int]]]) -> None:
         words = torch.zeros(len(asked), self._columns, dtype=torch.int32)  # no token is allowed
         found = [(mask.matcher(), tokens) for mask, tokens in asked]
         decodes = [(one, tokens[0]) for one, tokens in found if one is not None and len(tokens) == 1]
