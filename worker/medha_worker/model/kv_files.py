@@ -58,6 +58,7 @@ Such a file has as many blocks as any other, or enough for several pieces, so th
 """
 _PIECE_BYTES = 4 * 2**20
 """Bytes that are copied at once. A step that drops host blocks may wait while so many are copied."""
+_IN_USE = "another process uses it, or this one hangs in it since an earlier epoch; end that process, or restart the rank"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of the errors of a disk that has no space, or none for this user."""
 
@@ -96,7 +97,7 @@ class KvFiles:
         """Make the directory, and keep other processes out of it.
 
         Raises:
-            OSError: it cannot be made or written, or another process uses it.
+            OSError: it cannot be made or written, or is in use.
         """
         if self._lock is not None:
             return
@@ -106,7 +107,7 @@ class KvFiles:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(lock)
-            raise OSError(errno.EBUSY, "another process uses it", str(self.directory)) from error
+            raise OSError(errno.EBUSY, _IN_USE, str(self.directory)) from error
         except OSError:
             os.close(lock)
             raise
