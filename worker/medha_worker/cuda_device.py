@@ -101,7 +101,7 @@ class CudaRuntime:
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialised tensor in pinned host memory of its own pages.
 
-    Torch's allocator rounds the size of pinned memory up to a power of two. It can be told not to
+    Torch's allocator rounds the size of pinned memory up to a power of two. An option turns that off
     (`pinned_max_round_threshold_mb`), but then it may reuse freed memory for a tensor that is larger than it (torch 2.13).
 
     Raises:
