@@ -40,6 +40,7 @@ from medha_router.event_streams import (
 )
 from medha_router.generation import Generation, Piece
 from medha_router.key_accounts import Account, KeyAccounts
+from medha_router.large_answers import LargeAnswers
 from medha_router.openai_responses import Answers, usage
 from medha_router.openapi import document, page
 from medha_router.origin_policy import SitePolicy, Sites
@@ -96,6 +97,7 @@ class HttpApi:
         self._observer = observer
         self._connections = connections
         self._accounts = accounts
+        self._large_answers = LargeAnswers()
         self._watched = watched
         self._started = int(datetime.now(UTC).timestamp())
         self._join_seconds = settings.join_seconds
@@ -153,11 +155,9 @@ class HttpApi:
                     return EventStream(events, headers, ending.pop_all().close)
                 whole = await while_connected(request.receive, _collect(pieces))
                 total = _usage(generation)
-                if generation.scored_prompts:  # the answer may be large
-                    return await asyncio.to_thread(
-                        lambda: json_response(answers.whole(whole, total), headers)
-                    )
-                return json_response(answers.whole(whole, total), headers)
+                return await self._large_answers.build(
+                    generation.plan, lambda: json_response(answers.whole(whole, total), headers)
+                )
         except ApiError as error:
             entry.outcome = error.code
             return error_response(error, entry.request_id)

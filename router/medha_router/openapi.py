@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from medha_router.openai_requests import KINDS
-from medha_router.prepare import MOST_PROMPT_LOGPROBS
+from medha_router.prepare import MOST_LOGPROBS, MOST_PROMPT_LOGPROBS
 
 Schema = dict[str, Any]
 
@@ -182,7 +182,8 @@ def document(version: str) -> Schema:
 
 _DESCRIPTION = (
     "OpenAI's API for text, with latency targets. Fields that are not listed are refused if OpenAI, vLLM or SGLang know them "
-    f"and they ask for something, else ignored. An answer has at most {MOST_PROMPT_LOGPROBS} log-probabilities of prompts."
+    f"and they ask for something, else ignored. An answer has at most {MOST_PROMPT_LOGPROBS} log-probabilities of "
+    f"prompts and, unless it is a stream, {MOST_LOGPROBS} of outputs."
 )
 
 

@@ -48,6 +48,8 @@ _COMPLETION_DEFAULT_TOKENS = 16
 """Default `max_tokens` of /v1/completions, as in OpenAI's API and vLLM."""
 MOST_PROMPT_LOGPROBS = 2**17
 """Largest number of log-probabilities of prompt tokens in one answer; each alternative counts as one, too."""
+MOST_LOGPROBS = 2**20
+"""Largest number of log-probabilities of output tokens in an answer that is no stream; each alternative counts as one."""
 MOST_MESSAGES = 2**15
 """Most messages and parts of their contents, counted together, that a conversation may have."""
 
@@ -439,7 +441,8 @@ def _plan(
         grammar = use.grammar(request, bundle, channels, thoughts, is_followed=terms.follows_grammars)
     else:
         grammar = grammar_of(request, bundle.grammar_check, answer_after(thoughts, bundle, channels))
-    sampling = _sampling(endpoint, request, longest, terms, bundle.defaults, param, grammar)
+    most = None if request.stream else _most_tokens(request, len(prompts))
+    sampling = _sampling(endpoint, request, longest, terms, bundle.defaults, param, grammar, most)
     sampling = replace(sampling, prompt_logprobs=scored)
     options = request.stream_options
     plan = Plan(
@@ -488,6 +491,28 @@ def _check_prompt_logprobs(request: GenerationRequest, prompts: list[TokenIds], 
         raise RequestInvalid(text, param=param, code="invalid_value")
 
 
+def _most_tokens(request: GenerationRequest, prompts: int) -> int | None:
+    """Return how long each output of an answer may be, by the log-probabilities that it asks for; None: it asks for none.
+
+    Raises:
+        RequestInvalid: it asks for longer outputs.
+    """
+    alternatives = request.requested_logprobs()
+    if alternatives is None:
+        return None
+    outputs = (request.n or 1) * prompts
+    most = MOST_LOGPROBS // (outputs * (1 + alternatives))
+    max_tokens = request.requested_max_tokens()
+    if max_tokens is not None and max_tokens > most:
+        text = (
+            f"`logprobs` asks for the log-probabilities of {outputs} outputs of {max_tokens} tokens, with {alternatives} "
+            f"alternatives to each; one answer has at most {MOST_LOGPROBS}, alternatives included: ask for at most {most} "
+            "tokens, for fewer outputs or alternatives, or set `stream` to true"
+        )
+        raise RequestInvalid(text, param="logprobs", code="invalid_value")
+    return most
+
+
 def _sampling(
     endpoint: str,
     request: GenerationRequest,
@@ -496,13 +521,17 @@ def _sampling(
     defaults: SamplingDefaults,
     param: str,
     grammar: str,
+    most_tokens: int | None,
 ) -> Sampling:
+    """Return how to sample; `most_tokens` bounds an output whose length the client leaves open."""
     room = terms.longest - prompt_tokens
     max_tokens = request.requested_max_tokens()
     if max_tokens is not None and max_tokens > room:
         raise _too_long(terms, str(prompt_tokens), max_tokens, param)
     if max_tokens is None:
         fallback = _COMPLETION_DEFAULT_TOKENS if endpoint == "completions" else defaults.max_new_tokens
+        if most_tokens is not None and most_tokens < room:
+            fallback = most_tokens if fallback is None else min(fallback, most_tokens)
         max_tokens = None if fallback is None else min(fallback, room)
     if max_tokens == 0:
         max_tokens = 1  # the last chunk samples a token anyway; it is not shown
