@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -187,7 +188,8 @@ class HttpApi:
             prefixes = await self._link.prefixes(plan.model, prepared.prompts, cache_salt)
             terms = self._service_class(plan, account, request)
             bundle = self._tokenizing.bundle(plan.digest)
-            account.charge_prompts(sum(len(prompt) for prompt in prepared.prompts), plan.model)
+            computed = plan.times_computed * sum(len(prompt) for prompt in prepared.prompts)
+            account.charge_prompts(computed, plan.model)
         except ClientGone:
             self._observer.request_ended(UNKNOWN_MODEL, endpoint, "cancelled")
             raise
@@ -323,8 +325,13 @@ class HttpApi:
                 content = b""
                 if piece.index not in opened:
                     opened.add(piece.index)
-                    opening = answers.opening(piece.index)
-                    content = event(opening) if opening is not None else b""
+                    opening = partial(_opening, answers, piece.index)
+                    # Without log-probabilities it is small, and waits for no large answer of another request.
+                    content = (
+                        await self._large_answers.build(generation.plan, opening)
+                        if generation.plan.echo_logprobs
+                        else opening()
+                    )
                 for chunk in answers.chunks(piece):
                     if generation.plan.continuous_usage:
                         chunk["usage"] = _usage(generation)
@@ -562,6 +569,12 @@ def _usage(generation: Generation) -> dict[str, Any]:
         generation.cached_tokens,
         generation.thought_tokens,
     )
+
+
+def _opening(answers: Answers, index: int) -> bytes:
+    """Return the event that begins the stream of a choice; nothing if there is none."""
+    opening = answers.opening(index)
+    return b"" if opening is None else event(opening)
 
 
 async def _collect(pieces: AsyncIterator[Piece]) -> list[Piece]:

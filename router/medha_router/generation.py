@@ -370,9 +370,8 @@ class Generation:
             for sample in range(plan.samples):
                 index = prompt_index * plan.samples + sample
                 name = f"{request_id}-{index}"
-                # The samples of a prompt share the log-probabilities that the first one brings. In a stream no sample can
-                # wait for another, so each asks for its own. A sequence that asks shares no KV, so its prompt has its own name.
-                scores = plan.sampling.prompt_logprobs is not None and (sample == 0 or plan.stream)
+                # A sequence that asks for log-probabilities of its prompt shares no KV, so its prompt has its own name.
+                scores = sample < plan.scored_samples
                 prompt = f"{request_id}/{prompt_index}" + (f"/scored-{sample}" if scores else "")
                 named[prompt] = ids
                 if scores:

@@ -176,7 +176,7 @@ class Account:
             self._observer.key_request(self._key.name)
 
     def charge_prompts(self, tokens: int, model: str) -> None:
-        """Charge the tokens of all prompts of the request.
+        """Charge the tokens of all prompts of the request, as often as they are computed.
 
         Raises:
             ApiError: 429, they exceed what the key may use now, or ever.
@@ -278,7 +278,7 @@ class Account:
         self._observer.key_refused(self._key.name, refusal.limit)
         text = f"the API key {self._key.name!r} {_ACTIONS[refusal.limit].format(value=refusal.value)} ({refusal.limit})"
         if refusal.wait_seconds is None:
-            text += f"; the prompts of this request have {tokens} tokens, so shorten them"
+            text += f"; the prompts of this request count as {tokens} tokens, so shorten them"
             wait_seconds = None
         else:
             wait_seconds = max(1, math.ceil(refusal.wait_seconds))

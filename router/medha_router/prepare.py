@@ -136,6 +136,21 @@ class Plan:
     thoughts: ThoughtPlan | None = None
     """The form of the thoughts that the output may have."""
 
+    @property
+    def scored_samples(self) -> int:
+        """Samples of a prompt that bring its log-probabilities, and compute the whole of it for that.
+
+        The first one's serve all, but in a stream no sample can wait for another.
+        """
+        if self.sampling.prompt_logprobs is None:
+            return 0
+        return self.samples if self.stream else 1
+
+    @property
+    def times_computed(self) -> int:
+        """How often a prompt is computed: for each sample that scores it, and once for the others together."""
+        return self.scored_samples + (self.scored_samples < self.samples)
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -482,11 +497,14 @@ def _check_prompt_logprobs(request: GenerationRequest, prompts: list[TokenIds], 
     if request.stream and request.prompt_logprobs is not None:
         text = f"`prompt_logprobs` is {request.prompt_logprobs}, and a stream has no place for them; set `stream` to false"
         raise RequestInvalid(text, param=param, code="invalid_value")
-    wanted = sum(map(len, prompts)) * (1 + alternatives)
+    # A chat has one list; each choice of a text completion has its own.
+    lists = 1 if isinstance(request, ChatRequest) else request.n or 1
+    wanted = lists * sum(map(len, prompts)) * (1 + alternatives)
     if wanted > MOST_PROMPT_LOGPROBS:
         text = (
             f"`{param}` asks for {wanted} log-probabilities of prompt tokens and of their alternatives; one answer has "
-            f"at most {MOST_PROMPT_LOGPROBS}: send fewer or shorter prompts, or ask for fewer alternatives"
+            f"at most {MOST_PROMPT_LOGPROBS}: send fewer or shorter prompts, or ask for fewer samples "
+            "(`n`) or alternatives"
         )
         raise RequestInvalid(text, param=param, code="invalid_value")
 

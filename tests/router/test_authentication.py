@@ -249,7 +249,7 @@ def test_tokens_of_a_key_are_limited_prompts_and_outputs_together(served: Served
     before = served.metric(missed)
     too_long = served.refusal("sk-gil", [5] * 101)
     assert too_long.status_code == 429
-    assert "have 101 tokens, so shorten them" in too_long.message
+    assert "count as 101 tokens, so shorten them" in too_long.message
     assert too_long.response.headers["x-should-retry"] == "false"
     assert "retry-after" not in too_long.response.headers
     served.ask("sk-gil", [5] * 90)
@@ -259,6 +259,28 @@ def test_tokens_of_a_key_are_limited_prompts_and_outputs_together(served: Served
     assert served.metric(missed) == before, "a client's own limit is no failure of the server"
     assert served.metric('medha_key_prompt_tokens_total{key="gil"}') == 90
     assert served.metric('medha_key_output_tokens_total{key="gil"}') == output
+
+
+@pytest.mark.parametrize(
+    ("options", "times"),
+    [
+        ({"n": 3}, 1),
+        ({"echo": True, "logprobs": 0}, 1),
+        ({"echo": True, "logprobs": 0, "n": 3}, 2),
+        ({"echo": True, "logprobs": 0, "n": 3, "stream": True}, 3),
+    ],
+)
+def test_a_prompt_is_charged_as_often_as_it_is_computed(
+    served: Served, bundle: Bundle, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], times: int
+) -> None:
+    served.put(entry("mona", "k-mona"))
+    monkeypatch.setattr(served.replica, "script", Script(say(bundle, SAID), logprobs=True))
+    charged = 'medha_key_prompt_tokens_total{key="mona"}'
+    before = served.metric(charged)
+    served.replica.submits.clear()
+    list(served.ask("k-mona", [7] * 10, **options))
+    assert served.metric(charged) - before == 10 * times
+    assert len({submit.prompt for submit in served.replica.submits}) == times
 
 
 def test_sequences_that_wait_and_first_tokens_are_counted_of_their_key(served: Served) -> None:

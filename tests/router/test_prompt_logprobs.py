@@ -154,6 +154,14 @@ def test_prompt_logprobs_have_vllms_form_in_both_apis(
         ),
         ({"prompt_logprobs": 21}, "`prompt_logprobs` is 21; it must be less than or equal to 20"),
         (
+            {"prompt": [[7] * 2000] * 2, "prompt_logprobs": 1, "n": 17},
+            f"`prompt_logprobs` asks for {4000 * 17 * 2} log-probabilities",
+        ),
+        (
+            {"prompt": [7] * 2000, "echo": True, "logprobs": 1, "n": 33, "stream": True},
+            f"`echo` asks for {2000 * 33 * 2} log-probabilities",
+        ),
+        (
             {"prompt": [[7] * 2000] * 4, "echo": True, "logprobs": 20},
             f"`echo` asks for {8000 * 21} log-probabilities of prompt tokens .* at most {MOST_PROMPT_LOGPROBS}",
         ),
