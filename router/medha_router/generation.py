@@ -157,9 +157,12 @@ class ChoiceOutput:
                 if self._pass(piece, found):
                     return self._finish(piece, "stop")
                 continue
+            hidden = token in self._hidden_ids
             if isinstance(found, ThoughtBytes):
-                self.thought_tokens += 1
-                self._think(piece, self._thought_stream.feed(found))
+                if not ends_here:  # a stop token is no thought
+                    self.thought_tokens += 1
+                    shown = found.removesuffix(spelled) if hidden else found
+                    self._think(piece, self._thought_stream.feed(shown))
                 continue
             scored = None
             if delivered.logprobs and (not ends_here or self._plan.echo_logprobs):
@@ -167,7 +170,6 @@ class ChoiceOutput:
             if ends_here:
                 self._pending += [] if scored is None else [scored]
                 break  # a stop token is counted, not shown; beside an echo it is listed, as clients count from the end
-            hidden = token in self._hidden_ids
             text = self._without_thoughts(piece, "" if hidden else self._stream.feed(found), scored)
             if self._show(piece, text) or (self._calls is not None and self._calls.is_done):
                 return self._finish(piece, "stop")

@@ -159,6 +159,19 @@ def test_an_output_that_ends_in_its_thoughts_has_no_answer(client: openai.OpenAI
     assert "reasoning_content" not in hidden.model_dump()
 
 
+@pytest.mark.parametrize("per_message", [1, 1000])
+def test_a_stop_token_amid_thoughts_in_channels_is_not_among_them(
+    client: openai.OpenAI, serving: Serving, per_message: int
+) -> None:
+    said = "<|channel|>analysis<|message|>They ask"
+    script(serving, "harmony", f"{said}<|bos|>.<|user|>", per_message=per_message)
+    answer = chat(client, "harmony")
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.message.reasoning_content) == (None, "They ask.")
+    thoughts = serving.bundles["harmony"].encode("They ask<|bos|>.", add_special_tokens=False)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len(thoughts)
+
+
 def test_a_stop_string_counts_in_the_answer_alone(client: openai.OpenAI, serving: Serving) -> None:
     script(serving, "switched", f"{OUTPUTS['switched']}One. Stop. Two")
     (choice,) = chat(client, stop=["Stop"]).choices
