@@ -96,14 +96,13 @@ class KeyAccounts:
         if self._keys is None:
             return None
         now = self._clock()
+        reported = _totals(self._reported.keys)
+        uses = []
         for name, usage in list(self._usages.items()):
             key = self._keys.named(name)
             if key is not None:
                 self._usages[name] = usage = emptied(usage, key, now)
-            if usage.is_idle:
-                del self._usages[name], self._begun[name]
-        uses = tuple(
-            KeyUse(
+            use = KeyUse(
                 name,
                 self._begun[name],
                 usage.total_requests,
@@ -112,12 +111,14 @@ class KeyAccounts:
                 usage.requests,
                 usage.tokens,
             )
-            for name, usage in self._usages.items()
-        )
-        if _totals(uses) == _totals(self._reported.keys) and now - self._reported_at < REPORT_SECONDS:
+            if usage.is_idle and _totals([use]) <= reported:  # else the others have yet to hear of it
+                del self._usages[name], self._begun[name]
+            else:
+                uses.append(use)
+        if _totals(uses) == reported and now - self._reported_at < REPORT_SECONDS:
             return None
         self._reported_at = now
-        self._reported = RouterUse(self._router, self._reported.number + 1, uses)
+        self._reported = RouterUse(self._router, self._reported.number + 1, tuple(uses))
         return self._reported
 
     def heard(self, report: RouterUse) -> list[ServedElsewhere]:
@@ -148,13 +149,13 @@ class KeyAccounts:
                 del self._usages[name], self._begun[name]
 
 
-def _totals(uses: Iterable[KeyUse]) -> list[tuple[str, int, int, int, int]]:
+def _totals(uses: Iterable[KeyUse]) -> set[tuple[str, int, int, int, int]]:
     """Return the counts that change only by use at this router; how levels change with time is known everywhere."""
-    return [
+    return {
         (use.key, use.begun, use.requests, use.tokens, use.open_requests)
         for use in uses
         if use.requests or use.tokens or use.open_requests
-    ]
+    }
 
 
 class Account:

@@ -113,6 +113,22 @@ def test_only_keys_in_use_are_reported_and_each_anew_once_it_was_idle() -> None:
     assert (again.keys[0].requests, again.keys[0].begun) == (1, again.number)
 
 
+def test_short_requests_of_a_key_without_limits_are_reported_too() -> None:
+    two = Two()
+    two.exchange()
+    heard = []
+    for _ in range(3):
+        account = two.begin(two.first)
+        account.charge_prompts(50, "m")
+        account.end()
+        while (report := two.first.due_report()) is not None:
+            heard += two.second.heard(report)
+        two.now += 0.25
+    assert [served.tokens for served in heard] == [50, 50, 50]
+    last = two.first.due_report()
+    assert last is None
+
+
 def test_a_routers_own_report_and_keys_that_it_does_not_have_change_nothing() -> None:
     two = Two(concurrency=1)
     two.begin(two.first)
