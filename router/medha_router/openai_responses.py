@@ -200,10 +200,15 @@ class Answers:
         return {**self._entry(shown.token, shown.logprob.logprob), "top_logprobs": top}
 
     def _completion_top(self, shown: ShownToken) -> dict[str, float]:
-        """Return the alternatives and, as in OpenAI's API, the sampled token even if it is not one of them."""
+        """Return the alternatives and, as in OpenAI's API, the sampled token even if it is not one of them.
+
+        Of tokens with one text, such as parts of characters, the sampled one counts, or else the most probable.
+        """
         wanted = self._plan.sampling.logprobs or 0
-        top = {self._text(token): max(value, _LEAST_LOGPROB) for token, value in shown.logprob.top[:wanted]}
-        top.setdefault(self._text(shown.token), max(shown.logprob.logprob, _LEAST_LOGPROB))
+        top: dict[str, float] = {}
+        for token, value in shown.logprob.top[:wanted]:
+            top.setdefault(self._text(token), max(value, _LEAST_LOGPROB))
+        top[self._text(shown.token)] = max(shown.logprob.logprob, _LEAST_LOGPROB)
         return top
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from medha.wire.messages import Sampling
+from medha.wire.messages import Sampling, TokenLogprob
+from medha_router.generation import Piece, ShownToken
 from medha_router.large_answers import LargeAnswers
+from medha_router.openai_responses import Answers
 from medha_router.prepare import MOST_LOGPROBS
 
 from .conftest import MODEL, Router, ScriptedReplica
@@ -48,6 +50,17 @@ def test_few_large_answers_are_built_at_once() -> None:
 
     asyncio.run(build_all())
     assert most <= 4
+
+
+def test_of_alternatives_with_one_text_the_sampled_one_counts_or_else_the_most_probable() -> None:
+    """The tokens 1, 2 and 4 are parts of characters, which have one text."""
+    spelled = {1: b"\xe2", 2: b"\xf0", 3: b"a", 4: b"\xe3"}
+    plan = Mock(endpoint="completions", sampling=Sampling(logprobs=3), echo=None, include_usage=False)
+    top = ((1, -0.1), (3, -2.5), (2, -6.0))
+    tokens = [ShownToken(3, TokenLogprob(-2.5, top), 0), ShownToken(4, TokenLogprob(-9.0, top), 0)]
+    (chunk,) = Answers("x", 0, plan, Mock(token_bytes=spelled), {}).chunks(Piece(0, ["a"], tokens))
+    found = chunk["choices"][0]["logprobs"]["top_logprobs"]
+    assert found == [{"\ufffd": -0.1, "a": -2.5}, {"\ufffd": -9.0, "a": -2.5}]
 
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 20}
