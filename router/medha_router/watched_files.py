@@ -58,7 +58,7 @@ class WatchedFiles(Generic[_Content]):
         """Report each new content, for ever."""
         while True:
             await asyncio.sleep(poll_seconds)
-            if self.poll():
+            if await asyncio.to_thread(self.poll):  # reading 1,000 keys takes a second
                 report()
 
     def _state(self) -> tuple[FileState | None, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from medha.wire.messages import Emit
 from medha_links.key_files import KeyFiles
 from medha_process.router_settings import RouterSettings
 from medha_router.tokenizer_bundle import Bundle
+from medha_router.watched_files import WatchedFiles
 
 from .conftest import MODEL, Router, Script, ScriptedReplica, running_router, say, wait_for
 
@@ -428,3 +430,19 @@ def test_a_router_does_not_start_open_when_its_keys_cannot_be_used(
     assert named in ended.stderr
     assert "Traceback" not in ended.stderr
     assert "sk-x" not in ended.stderr
+
+
+def test_a_changed_file_is_read_beside_the_event_loop(tmp_path: Path) -> None:
+    async def readers() -> list[int]:
+        path = tmp_path / "keys.yaml"
+        found: list[int] = []
+        watched = WatchedFiles("API keys", (path,), lambda: found.append(threading.get_ident()))
+        changed = asyncio.Event()
+        path.touch()
+        watching = asyncio.create_task(watched.watch(changed.set, 0.0))
+        await asyncio.wait_for(changed.wait(), 10)
+        watching.cancel()
+        return found
+
+    at_start, later = asyncio.run(readers())
+    assert at_start == threading.get_ident() != later
