@@ -63,12 +63,13 @@ class ApiError(Exception):
         return cls(status, str(error), error.param, error.code or "invalid_value")
 
     @classmethod
-    def from_fail(cls, fail: Fail) -> ApiError:
+    def from_fail(cls, fail: Fail, prompt_field: str) -> ApiError:
+        """Return the error of a failed sequence; `prompt_field` is the field of the request that has its prompt."""
         match fail.kind:
             case "invalid":
                 return cls(400, fail.detail, code="invalid_value")
             case "too_long":
-                return cls(400, fail.detail, "messages", "context_length_exceeded")
+                return cls(400, fail.detail, prompt_field, "context_length_exceeded")
             case "model_not_found":
                 return cls(404, fail.detail, "model", "model_not_found")
             case "overloaded":

@@ -19,7 +19,7 @@ from medha_router.channels import Channels, Mark, ThoughtBytes
 from medha_router.detokenize import StopStrings, TextStream
 from medha_router.key_accounts import Account
 from medha_router.outcome_queue import MOST_WAITING_TOKENS, Unread
-from medha_router.prepare import Plan, Prepared
+from medha_router.prepare import PROMPT_FIELDS, Plan, Prepared
 from medha_router.replica_link import ReplicaLink
 from medha_router.router_metrics import Observer
 from medha_router.thought_text import Phase, Thought
@@ -438,7 +438,7 @@ class Generation:
                 raise ApiError(408, text, code=self._outcome) from unread
             outcome = arrived.outcome
             if isinstance(outcome, Fail):
-                error = ApiError.from_fail(outcome)
+                error = ApiError.from_fail(outcome, PROMPT_FIELDS[self.plan.endpoint])
                 self._outcome = error.code or "internal_error"
                 self._is_our_failure = error.is_ours
                 raise error

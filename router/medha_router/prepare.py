@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -43,6 +44,10 @@ from medha_router.tool_use import (
 
 Generating = Literal["chat", "completions", "responses"]
 Endpoint = Literal["chat", "completions", "responses", "tokenize", "detokenize"]
+PROMPT_FIELDS: Mapping[Generating, str] = MappingProxyType(
+    {"chat": "messages", "completions": "prompt", "responses": "input"}
+)
+"""The field that has the prompt, by endpoint."""
 
 _COMPLETION_DEFAULT_TOKENS = 16
 """Default `max_tokens` of /v1/completions, as in OpenAI's API and vLLM."""

@@ -376,6 +376,22 @@ def test_a_replicas_refusal_becomes_a_status_and_an_error_object(
     assert answer.json()["error"]["code"] == code
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("chat/completions", {"messages": HELLO}),
+        ("completions", {"prompt": "x"}),
+        ("responses", {"input": "x"}),
+    ],
+)
+def test_a_replica_that_finds_a_prompt_too_long_blames_the_field_that_has_it(
+    router: Router, replica: ScriptedReplica, path: str, prompt: dict[str, Any]
+) -> None:
+    replica.script = Script(refuse="too_long")
+    error = router.post(f"/v1/{path}", {"model": MODEL, **prompt}).json()["error"]
+    assert [error["param"]] == list(prompt)
+
+
 def test_an_error_after_the_stream_began_is_one_event_and_then_done(
     router: Router, replica: ScriptedReplica, bundle: Bundle
 ) -> None:
