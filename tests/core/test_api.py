@@ -465,7 +465,7 @@ def test_a_deployment_replaces_one_replica_at_a_time_beyond_those_that_serve() -
     assert (rollout.max_surge, rollout.max_unavailable, rollout.partition) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("surge", [0, "0%"])
+@pytest.mark.parametrize("surge", [0, "0%", "00%", "000%"])
 def test_a_rollout_that_could_never_move_is_refused(surge: object) -> None:
     with pytest.raises(ValueError, match="both 0, so that no replica could ever be replaced"):
         deployment(rollout={"maxSurge": surge, "maxUnavailable": 0})

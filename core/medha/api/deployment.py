@@ -21,7 +21,7 @@ class RolloutSpec(Model):
     model_config = ConfigDict(
         json_schema_extra=rules(
             (
-                "[self.maxSurge, self.maxUnavailable].exists(n, type(n) == int ? n != 0 : n != '0%')",
+                "[self.maxSurge, self.maxUnavailable].exists(n, type(n) == int ? n != 0 : !(n in ['0%', '00%', '000%']))",
                 "rollout.maxSurge and maxUnavailable are both 0, so that no replica could ever be replaced; raise one",
             )
         )
@@ -37,7 +37,7 @@ class RolloutSpec(Model):
 
     @model_validator(mode="after")
     def _can_move(self) -> RolloutSpec:
-        if str(self.max_surge).rstrip("%") == "0" and str(self.max_unavailable).rstrip("%") == "0":
+        if not any(int(str(bound).rstrip("%")) for bound in (self.max_surge, self.max_unavailable)):
             raise ValueError(
                 "rollout.maxSurge and maxUnavailable are both 0, so that no replica could ever be replaced; raise one"
             )
