@@ -343,7 +343,7 @@ _HARMLESS_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "context_management": _EMPTY_LIST,
         "conversation": _ONLY_NULL,
         "image": _ONLY_NULL,
-        "include": _EMPTY_LIST,
+        "include": (None, [], ["reasoning.encrypted_content"]),  # thoughts are shown, and none are encrypted
         "max_tool_calls": _ONLY_NULL,
         "previous_response_id": _ONLY_NULL,
         "separate_reasoning": _ON,

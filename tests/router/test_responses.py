@@ -118,7 +118,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "c"}, "conversation"),
     ({"store": True}, "store"),
     ({"background": True}, "background"),
-    ({"include": ["reasoning.encrypted_content"]}, "include"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
     ({"truncation": "auto"}, "truncation"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
@@ -132,6 +132,12 @@ def test_what_a_server_without_state_cannot_do_is_refused_by_name(
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(**{**GOOD, **change})
     assert (refused.value.param, refused.value.code) == (param, "unsupported_parameter")
+
+
+def test_encrypted_thoughts_may_be_asked_for_though_there_are_none(client: openai.OpenAI) -> None:
+    """Codex CLI and the Vercel AI SDK do so wherever nothing is stored."""
+    answer = client.responses.create(**{**GOOD, "store": False, "include": ["reasoning.encrypted_content"]})
+    assert answer.status == "incomplete"
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "n", "prompt_logprobs"])
