@@ -31,6 +31,8 @@ KEPT_ANSWERS = 1024
 """Answers that are kept: the requests of an application have few grammars."""
 
 _CHECK, _CONVERT = "?", "="
+_CAUSE = "error: "
+"""Beginning of the line in which an error of a regular expression names its cause, below a quotation."""
 _FIRST_QUESTION = f'{_CHECK}start: "a"'.encode()
 
 
@@ -158,8 +160,10 @@ def _key(question: bytes) -> bytes:
 
 
 def brief(error: str) -> str:
-    """Return the first line of an error of llguidance, without the long quotations that some have."""
-    return error.partition("\n")[0][:300]
+    """Return the first line of an error of llguidance and its cause, without the long quotations that some have."""
+    first, *others = error.split("\n")
+    cause = next((line.removeprefix(_CAUSE) for line in others if line.startswith(_CAUSE)), None)
+    return first[:300] if cause is None else f"{first[:300]} {cause[:300]}"
 
 
 class ByteVocabulary:

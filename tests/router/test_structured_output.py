@@ -167,7 +167,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"guided_json": "{"}, "guided_json", 'is "{", which is not JSON'),
         ({"guided_json": "[" * 100_000}, "guided_json", "which is not JSON"),
         ({"guided_json": {"const": "x" * MAX_GRAMMAR_BYTES}}, "guided_json", "make it smaller"),
-        ({"guided_regex": "(a"}, "guided_regex", "cannot be followed"),
+        ({"guided_regex": "(a"}, "guided_regex", "regex parse error: unclosed group"),
         ({"guided_regex": "(?=a)b"}, "guided_regex", "cannot be followed"),
         ({"guided_regex": "(" * 5000 + ")" * 5000}, "guided_regex", "cannot be followed"),
         ({"guided_choice": []}, "guided_choice", "give a list of 1 to 10000 texts"),
