@@ -559,8 +559,12 @@ def _sampling(
     if max_tokens == 0:
         max_tokens = 1  # the last chunk samples a token anyway; it is not shown
     min_tokens = request.min_tokens or 0
-    if min_tokens > (room if max_tokens is None else max_tokens):
-        text = f"`min_tokens` is {min_tokens}, more than the output may have"
+    longest_output = room if max_tokens is None else max_tokens
+    if min_tokens > longest_output:
+        text = (
+            f"`min_tokens` is {min_tokens}, but the output may have at most {longest_output} tokens; lower it, or raise "
+            "the maximum number of tokens"
+        )
         raise RequestInvalid(text, param="min_tokens", code="invalid_value")
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
     if bias and max(bias) >= terms.vocab_size:

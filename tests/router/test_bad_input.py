@@ -90,6 +90,12 @@ def test_a_wrong_chat_field_is_named(router: Router, change: dict[str, Any], par
     assert_error(router.post(CHAT, {**GOOD_CHAT, **change}), 400, param)
 
 
+def test_the_most_that_min_tokens_may_be_is_named(router: Router) -> None:
+    answer = router.post(CHAT, {**GOOD_CHAT, "min_tokens": 9, "max_tokens": 5})
+    said = "`min_tokens` is 9, but the output may have at most 5 tokens; lower it, or raise"
+    assert said in answer.json()["error"]["message"]
+
+
 UNSUPPORTED_ROWS: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"tools": [{"type": "function"}]}, "tools"),
     (TEXT, {"tool_choice": "required"}, "tool_choice"),
