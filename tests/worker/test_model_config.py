@@ -304,6 +304,18 @@ def test_sparse_layers_are_those_that_transformers_makes_sparse(tmp_path: Path) 
     assert (len(experts.layers), experts.renormalises) == (48, False)
 
 
+@pytest.mark.parametrize(
+    ("model", "has_norm"), [(QWEN3_MOE, True), (QWEN3, True), (GEMMA3, True), (LLAMA, False)]
+)
+def test_a_norm_of_queries_and_keys_may_be_named_as_the_family_has_it(
+    model: dict[str, Any], has_norm: bool, tmp_path: Path
+) -> None:
+    """Qwen3-Coder-30B-A3B names the norm that every Qwen3-MoE has."""
+    config = read(tmp_path, model | {"use_qk_norm": has_norm})
+    assert config.qk_norm is has_norm
+    assert config == read(tmp_path, model)
+
+
 def test_a_mixtures_missing_fields_take_the_defaults_of_its_family(tmp_path: Path) -> None:
     absent = dict.fromkeys(("rope_theta", "rms_norm_eps", "sliding_window"), ABSENT)
     mixtral, qwen = (
@@ -612,6 +624,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar is 64"),
     ({"index_topk": 2048}, "index_topk is 2048"),
     ({"use_qk_norm": True}, "use_qk_norm is True"),
+    (QWEN3_MOE | {"use_qk_norm": False}, "use_qk_norm is False"),
     ({"use_logn_attn": True}, "use_logn_attn is True"),
     ({"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling is "),
     ({"sliding_window": 4096}, "sliding_window is 4096.*LlamaForCausalLM has no window"),

@@ -460,7 +460,6 @@ _FOREIGN_FIELDS: dict[str, tuple[object, ...]] = {
     "is_causal": (None, True),
     "use_bidirectional_attention": (None, False),
     "index_topk": (None, 0),
-    "use_qk_norm": (None, False),
     "use_logn_attn": (None, False),
     "llama_4_scaling": (None,),
     "is_encoder_decoder": (None, False),
@@ -613,7 +612,8 @@ def _refuse_foreign_features(fields: _Fields, family: Family) -> None:
             own += ("swiglu_alpha", "swiglu_limit")
     if family.query_scalar is not None:
         own += ("query_pre_attn_scalar",)
-    for name, neutral in (*_FOREIGN_FIELDS.items(), _ACTIVATIONS[family.activation]):
+    of_family = {"use_qk_norm": (None, family.qk_norm)}
+    for name, neutral in (*(_FOREIGN_FIELDS | of_family).items(), _ACTIVATIONS[family.activation]):
         if name not in own and fields.get(name) not in neutral:
             raise fields.unsupported(name, "choose a checkpoint without it")
 
