@@ -10,13 +10,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from threading import Event
 
 import pytest
 
 from medha_worker.pod.fetch_model import Progress, volume_fault
-from medha_worker.pod.fetched_files import LEFT_SECONDS, FetchedFiles, HubFile, Listing
+from medha_worker.pod.fetched_files import LEFT_SECONDS, Digest, FetchedFiles, HubFile, Listing
 
 from .grid import eventually
 from .hub import Hub
@@ -441,6 +442,40 @@ def test_a_branch_that_has_moved_costs_the_files_that_differ(hub_in_parts: Hub, 
     hub_in_parts.files = dict(FILES)  # one file, and no index
     fetched(rendered("v2"), hub_in_parts, tmp_path)
     assert not (tmp_path / "model" / "model.safetensors.index.json").exists(), "ranks would read by it"
+
+
+def test_only_a_file_that_was_fetched_is_removed_if_the_repository_has_it_no_more(
+    hub: Hub, tmp_path: Path
+) -> None:
+    """Scales that an operator has measured for a checkpoint may lie beside it."""
+    scales = tmp_path / "model" / KV_SCALES
+    fetched(rendered("v2"), hub, tmp_path)
+    scales.write_bytes(b"measured")
+    fetched(rendered("v2"), hub, tmp_path)
+    assert scales.read_bytes() == b"measured"
+    scales.unlink()
+    hub.files[KV_SCALES] = b"published"
+    fetched(rendered("v2"), hub, tmp_path)
+    del hub.files[KV_SCALES]
+    os.utime(scales, (0, 0))  # as in a copy of the folder
+    fetched(rendered("v2"), hub, tmp_path)
+    assert not scales.exists()
+
+
+@pytest.mark.parametrize("digest", [None, Digest(kind="sha256", value=sha256(b"fetched").hexdigest())])
+def test_a_file_that_somebody_put_over_a_fetched_one_is_not_removed(
+    digest: Digest | None, shared: Path
+) -> None:
+    files = FetchedFiles(shared)
+    files.prepare()
+    for content, is_kept in ((b"fetched", False), (b"measured", True)):
+        (shared / KV_SCALES).write_bytes(b"fetched")
+        assert files.compare(KV_SCALES, HubFile(size_bytes=7, digest=digest)) is None
+        (shared / KV_SCALES).write_bytes(content)
+        files.remove(KV_SCALES)
+        assert (shared / KV_SCALES).exists() is is_kept
+        files.remove(KV_SCALES)
+        assert (shared / KV_SCALES).exists() is is_kept
 
 
 # --- volumes that cannot hold it --------------------------------------------------------------------------

@@ -165,9 +165,14 @@ class FetchedFiles:
         return None
 
     def remove(self, name: str) -> None:
-        """Remove a file that the present listing does not have."""
-        for path in (self._proof_path(name), self.folder / name):
-            path.unlink(missing_ok=True)
+        """Remove a file that was fetched, and that the present listing does not have; a file that others put there stays."""
+        proof, path = _read(Proof, self._proof_path(name)), self.folder / name
+        if proof is None:
+            return
+        with suppress(FileNotFoundError):  # another pod has removed it
+            if _is_content(path, proof):
+                path.unlink()
+        self._proof_path(name).unlink(missing_ok=True)
 
     def _proof_path(self, name: str) -> Path:
         return self._records / f"{name}.json"
@@ -183,6 +188,13 @@ def digest_of(path: Path, kind: Literal["sha256", "git-sha1"]) -> str:
         while part := file.read(_READ_BYTES):
             found.update(part)
     return found.hexdigest()
+
+
+def _is_content(path: Path, proof: Proof) -> bool:
+    """Return whether a file still is what was fetched; if the Hub gave no digest, its size decides."""
+    if proof.digest is None:
+        return path.stat().st_size == proof.size_bytes
+    return digest_of(path, proof.digest.kind) == proof.digest.value
 
 
 def _unchanged(path: Path, wanted: HubFile) -> Proof:
