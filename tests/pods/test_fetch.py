@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 
@@ -174,10 +175,18 @@ def test_a_model_that_only_the_spec_makes_servable_is_fetched(tmp_path: Path) ->
     assert "model.safetensors" in hub.asked
 
 
-def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(tmp_path: Path) -> None:
-    config = json.dumps(CONFIG | {"architectures": ["MambaForCausalLM"]}).encode()
-    hub = Hub(IN_PARTS | {"config.json": config}, COMMIT)
-    assert "MambaForCausalLM" in failed(rendered("v2"), hub, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("config.json", CONFIG | {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "quant_algo is 'FP8'"),
+    ],
+)
+def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(
+    name: str, content: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    hub = Hub(IN_PARTS | {name: json.dumps(content).encode()}, COMMIT)
+    assert named in failed(rendered("v2"), hub, tmp_path)
     hub.close()
     assert not any(name.endswith(".safetensors") for name in hub.asked)
 

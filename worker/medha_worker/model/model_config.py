@@ -31,6 +31,9 @@ from medha_worker.readable import require_readable
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, for each data type that can be served."""
 
+MODELOPT_CONFIG = "hf_quant_config.json"
+"""File in which ModelOpt describes a quantised checkpoint, which is refused."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:
@@ -564,7 +567,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _refuse_modelopt(directory: Path, values: Mapping[str, Any]) -> None:
     """Refuse a checkpoint whose quantisation is described beside `config.json` only, as ModelOpt once exported it."""
-    path = directory / "hf_quant_config.json"
+    path = directory / MODELOPT_CONFIG
     if values.get("quantization_config") is not None or not path.exists():
         return
     described = read_json(path).get("quantization")

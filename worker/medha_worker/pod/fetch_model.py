@@ -29,7 +29,7 @@ from medha.wire.bundle_digest import BUNDLE_FILES
 from medha_process.part_process import configure_logging
 from medha_worker.checkpoints.head_checkpoint import head_config
 from medha_worker.checkpoints.tokenizer_files import TOKENIZER_FILES
-from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.model_config import MODELOPT_CONFIG, ModelConfig
 from medha_worker.model.stage_split import (
     EMBEDDING,
     KV_SCALES,
@@ -43,8 +43,8 @@ from medha_worker.pod.pod_parts import read_replica
 from medha_worker.pod.termination_log import TERMINATION_LOG, leave_reason
 
 INDEX, _CONFIG, _SINGLE = "model.safetensors.index.json", "config.json", "model.safetensors"
-SMALL_FILES = frozenset((_CONFIG, INDEX, KV_SCALES, *BUNDLE_FILES, *TOKENIZER_FILES))
-"""Files that ranks, the controller and routers read beside the weights, if a repository has them."""
+SMALL_FILES = frozenset((_CONFIG, MODELOPT_CONFIG, INDEX, KV_SCALES, *BUNDLE_FILES, *TOKENIZER_FILES))
+"""Files that are read beside the weights, if a repository has them: by ranks, the controller and routers, or to refuse it."""
 _FIELD = "spec.model.source.huggingFace"
 _AT_ONCE = 8
 """Files that a pod downloads at the same time: one connection rarely fills a network."""
