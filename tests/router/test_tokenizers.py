@@ -421,6 +421,53 @@ BAD = {
         Made("byte level", config={"additional_special_tokens": "<|im|>"}),
         r"tokenizer_config\.json: additional_special_tokens is '<\|im\|>'; it must be a list",
     ),
+    "tokens of special_tokens_map.json that are no list": (
+        Made("byte level", special_map={"additional_special_tokens": 5}),
+        r"special_tokens_map\.json: additional_special_tokens is 5; it must be a list",
+    ),
+    "further tokens that are no list": (
+        Made("byte level", config={"extra_special_tokens": 5}, special_map={"extra_special_tokens": ["<x>"]}),
+        r"tokenizer_config\.json: extra_special_tokens is 5; it must be a list",
+    ),
+    "further tokens of special_tokens_map.json that are no list": (
+        Made("byte level", special_map={"extra_special_tokens": 5}),
+        r"special_tokens_map\.json: extra_special_tokens is 5; it must be a list",
+    ),
+    "tokens of the model that have no names": (
+        Made("byte level", config={"model_specific_special_tokens": [1]}),
+        r"tokenizer_config\.json: model_specific_special_tokens is \[1\], but must be an object",
+    ),
+    **{
+        f"a token of special_tokens_map.json that is none, in {field}": (
+            Made("byte level", special_map={field: value}),
+            rf"special_tokens_map\.json: {field} is 5, not a token; write its text",
+        )
+        for field, value in (
+            ("eos_token", 5),
+            ("extra_special_tokens", [5]),
+            ("additional_special_tokens", [5]),
+        )
+    },
+    "a token of the model in special_tokens_map.json that is none": (
+        Made("byte level", special_map={"extra_special_tokens": {"image_token": 5}}),
+        r"special_tokens_map\.json: image_token is 5, not a token",
+    ),
+    "a token for what is unknown that is a number": (
+        Made("llama 2", config={"tokenizer_class": "GemmaTokenizer", "unk_token": 5}),
+        r"tokenizer_config\.json: unk_token is 5, not a token",
+    ),
+    "a token for what is unknown that is a list": (
+        Made("llama 2", config={"tokenizer_class": "GemmaTokenizer", "unk_token": ["<unk>"]}),
+        r"tokenizer_config\.json: unk_token is \['<unk>'\], not a token",
+    ),
+    "a token for what is unknown without its text": (
+        Made("llama 2", config={"tokenizer_class": "GemmaTokenizer", "unk_token": {"lstrip": True}}),
+        r"tokenizer_config\.json: unk_token is \{'lstrip': True\}, not a token",
+    ),
+    "files of the tokenizer that are no list": (
+        Made("byte level", config={"fast_tokenizer_files": 5}),
+        r"tokenizer_config\.json: fast_tokenizer_files is 5; it must be a list",
+    ),
     "an id that is no number": (
         Made("byte level", config={"added_tokens_decoder": {"last": {"content": "<x>"}}}),
         r"tokenizer_config\.json: added_tokens_decoder is no object with ids as names",
@@ -456,6 +503,27 @@ def test_a_decoder_that_is_not_known_is_refused_before_it_serves(tmp_path: Path)
     content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointInvalid, match=r"tokenizer\.json: decoder is \['WordPiece'\]"):
+        read_bundle(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("merges", "said"), [([["a", "a"]], "slice"), ([["a", "<none>"]], "out of vocabulary"), (5, "")]
+)
+def test_merges_that_cannot_be_loaded_are_refused(merges: object, said: str, tmp_path: Path) -> None:
+    """The library panics at some of them, which is no `Exception`."""
+    Made("byte level").write(tmp_path)
+    content = json.loads(SHAPES["byte level"])
+    content["model"] |= {"vocab": {"a": 0}, "merges": merges, "continuing_subword_prefix": "##"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointInvalid, match=rf"tokenizer\.json: cannot be loaded \(.*{said}.*fetch"):
+        read_bundle(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json"])
+def test_a_file_that_is_nested_too_deeply_is_refused(name: str, tmp_path: Path) -> None:
+    Made("byte level").write(tmp_path)
+    (tmp_path / name).write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(CheckpointInvalid, match=rf"{name}: .*nested too deeply.*fetch"):
         read_bundle(tmp_path)
 
 

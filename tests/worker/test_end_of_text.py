@@ -33,7 +33,17 @@ def test_where_the_ids_that_end_a_text_come_from(
     assert eos_token_ids(tmp_path) == ids
 
 
-def test_an_end_id_that_is_no_id_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
-    with pytest.raises(CheckpointInvalid, match="eos_token_id"):
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ('{"eos_token_id": ["</s>"]}', r"eos_token_id is \['</s>'\], but must be a token id"),
+        ('{"eos_token_id": true}', "eos_token_id is True, but must be a token id"),
+        ('{"eos_token_id": [1, -2]}', r"eos_token_id is \[1, -2\]"),
+        ('{"eos_token_id": ', "is not JSON"),
+        ("[1]", "holds a list"),
+    ],
+)
+def test_an_end_id_that_is_no_id_is_refused(content: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointInvalid, match=rf"generation_config\.json: {named}.*fetch"):
         eos_token_ids(tmp_path)

@@ -766,7 +766,14 @@ def test_a_wrong_override_is_the_manifests_fault(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [(None, "cannot be read"), ("{", "is not JSON"), ("[1]", "holds a list"), (b"\xff\xfe", "is not JSON")],
+    [
+        (None, "cannot be read"),
+        ("{", "is not JSON"),
+        ("[1]", "holds a list"),
+        (b"\xff\xfe", "is not JSON"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "lists or objects are nested too deeply"),
+    ],
+    ids=["missing", "cut off", "a list", "bytes", "deep"],
 )
 def test_a_config_that_cannot_be_read_is_named(
     content: str | bytes | None, named: str, tmp_path: Path

@@ -9,7 +9,8 @@ that they do not cover are refused. Tests compare ids and text with those of `Au
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from medha.errors import CheckpointInvalid
 from medha.wire.bundle_digest import spelling_of
+from medha_worker.model.model_config import read_json
 from medha_worker.readable import require_readable
 
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -83,16 +85,16 @@ def whole_tokenizer(directory: Path) -> dict[str, bytes]:
         _json_object(directory, _SPECIAL_MAP),
         _json_object(directory, _ADDED),
     )
-    try:
+    with _faults_named(files):
         tokenizer = Tokenizer.from_buffer(files.raw)
-    except Exception as error:  # the library raises bare Exception
-        raise files.error(_TOKENIZER, str(error)) from error
     _require_known_form(files)
     name = _class_name(files)
     rebuild = _REBUILT.get(name)
     if rebuild is not None:
         post_processor = tokenizer.post_processor
-        tokenizer = rebuild(_bpe(files, name), files.config)
+        bpe = _bpe(files, name)
+        with _faults_named(files):
+            tokenizer = rebuild(bpe, files.config)
         tokenizer.post_processor = post_processor
     names = _add_tokens(
         tokenizer, files, _NAMED_BY_CLASS.get(name, {}), special_again=name == "Qwen2Tokenizer"
@@ -105,18 +107,26 @@ def whole_tokenizer(directory: Path) -> dict[str, bytes]:
     return {_TOKENIZER: whole.encode(), _SPECIAL_MAP: json.dumps(names).encode()}
 
 
+@contextmanager
+def _faults_named(files: _Checkpoint) -> Iterator[None]:
+    """Turn an error of the library about tokenizer.json into one that names the file."""
+    try:
+        yield
+    except BaseException as error:
+        # The library raises bare Exception, and for some merges a panic, whose class it does not export.
+        is_panic = type(error).__module__ == "pyo3_runtime" and type(error).__name__ == "PanicException"
+        if not isinstance(error, Exception) and not is_panic:
+            raise
+        raise files.error(
+            _TOKENIZER,
+            f"cannot be loaded ({error}); fetch the checkpoint again, or correct model.merges and model.vocab",
+        ) from error
+
+
 def _json_object(directory: Path, name: str) -> dict[str, Any] | None:
     path = directory / name
     require_readable(path)
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointInvalid(f"{path}: is not JSON ({error}); fetch the checkpoint again") from error
-    if not isinstance(value, dict):
-        raise CheckpointInvalid(f"{path}: holds a {type(value).__name__}, not an object; fetch it again")
-    return value
+    return read_json(path) if path.is_file() else None
 
 
 # --- which class, and what it builds ------------------------------------------------------------------
@@ -151,7 +161,7 @@ def _require_known_form(files: _Checkpoint) -> None:
         raise files.unknown_form(
             _CONFIG, "auto_map asks for code of the checkpoint's own, which is not run", "auto_map"
         )
-    for other in config.get("fast_tokenizer_files") or ():
+    for other in _listed(files, _CONFIG, "fast_tokenizer_files", config.get("fast_tokenizer_files")):
         if other != _TOKENIZER:
             raise files.unknown_form(
                 _CONFIG, f"fast_tokenizer_files names {other!r}; only {_TOKENIZER} is read"
@@ -165,6 +175,8 @@ def _require_known_form(files: _Checkpoint) -> None:
             _CONFIG,
             "split_special_tokens is set: special tokens would be read as ordinary text; remove the field",
         )
+    if unknown := config.get("unk_token"):
+        _token(files, _CONFIG, "unk_token", unknown)
     is_bpe = files.tokenizer["model"].get("type") == "BPE"
     if config.get("clean_up_tokenization_spaces") and (not is_bpe or config.get(_CLEANS_UP_BPE)):
         raise files.error(
@@ -305,8 +317,10 @@ def _tokens_of_files(
     They are tokens with an id, special tokens with a name, and other special tokens.
     """
     fields: dict[str, Any] = dict(files.config)
+    extra = "extra_special_tokens"  # the name of their list in tokenizer_config.json
     if "additional_special_tokens" in fields and not fields.get("extra_special_tokens"):
-        fields["extra_special_tokens"] = fields.pop("additional_special_tokens")
+        extra = "additional_special_tokens"
+        fields["extra_special_tokens"] = fields.pop(extra)
     of_model = {
         name: fields.pop(name)
         for name in list(fields)
@@ -315,6 +329,13 @@ def _tokens_of_files(
     if isinstance(fields.get("extra_special_tokens"), dict):
         of_model |= fields.pop("extra_special_tokens")
     of_model = of_model or fields.get("model_specific_special_tokens") or {}
+    if not isinstance(of_model, dict):
+        raise files.error(
+            _CONFIG,
+            f"model_specific_special_tokens is {of_model!r:.80}, but must be an object with a token for each name; correct it",
+        )
+    _listed(files, _CONFIG, extra, fields.get("extra_special_tokens"))
+    file_of: dict[str, str] = {}  # of fields that tokenizer_config.json does not give
 
     declared: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in fields:
@@ -328,13 +349,17 @@ def _tokens_of_files(
             if isinstance(value, dict) and name != "extra_special_tokens":
                 fields[name] = _added_token(files, _SPECIAL_MAP, name, {**value, "special": True})
             elif isinstance(value, list) and name == "extra_special_tokens":
+                for token in value:
+                    _token(files, _SPECIAL_MAP, name, token)
                 fields[name] = [*(fields.get(name) or ()), *value]
             else:
-                fields[name] = value
+                fields[name], file_of[name] = value, _SPECIAL_MAP
         if isinstance(fields.get("extra_special_tokens"), dict):
-            of_model |= fields.pop("extra_special_tokens")
+            of_model |= fields["extra_special_tokens"]
+            file_of |= dict.fromkeys(fields.pop("extra_special_tokens"), _SPECIAL_MAP)
         special = {str(fields[name]) for name in _NAMED if fields.get(name)}
-        special |= {str(token) for token in fields.get("extra_special_tokens") or ()}
+        listed = _listed(files, _SPECIAL_MAP, "extra_special_tokens", fields.get("extra_special_tokens"))
+        special |= {str(token) for token in listed}
         for content, number in (files.added or {}).items():
             if not isinstance(number, int):
                 raise files.error(
@@ -349,7 +374,7 @@ def _tokens_of_files(
     by_text = {token.content: token for token in declared.values()}
 
     def token_of(name: str, value: object) -> _Token:
-        token = value if isinstance(value, str) else _added_token(files, _CONFIG, name, value)
+        token = _token(files, file_of.get(name, _CONFIG), name, value)
         return by_text.get(str(token), token) if name in _NAMED else token
 
     fields = {**of_class, **fields}
@@ -360,12 +385,28 @@ def _tokens_of_files(
         if name.endswith("_token") and name not in _NAMED and isinstance(value, (str, dict, AddedToken)):
             named[name] = token_of(name, value)
     named |= {name: token_of(name, value) for name, value in of_model.items()}
-    others = fields.get("extra_special_tokens", fields.get("additional_special_tokens")) or []
-    if not isinstance(others, list):
+    if "extra_special_tokens" in fields:
+        others, file = fields["extra_special_tokens"], _CONFIG
+    else:
+        extra = "additional_special_tokens"
+        others, file = fields.get(extra), file_of.get(extra, _CONFIG)
+    return declared, named, [_token(files, file, extra, one) for one in _listed(files, file, extra, others)]
+
+
+def _listed(files: _Checkpoint, file: str, field: str, value: object) -> list[Any]:
+    """Return the list in a field of a file; what is empty, or missing, is an empty list."""
+    if not value:
+        return []
+    if not isinstance(value, list):
         raise files.error(
-            _CONFIG, f"additional_special_tokens is {others!r:.80}; it must be a list of tokens"
+            file, f"{field} is {value!r:.80}; it must be a list. Correct it, or fetch the checkpoint again"
         )
-    return declared, named, [token_of("extra_special_tokens", value) for value in others]
+    return value
+
+
+def _token(files: _Checkpoint, file: str, field: str, entry: object) -> _Token:
+    """Return a token in a field of a file: its text, or the text with flags."""
+    return entry if isinstance(entry, str) else _added_token(files, file, field, entry)
 
 
 def _added_token(files: _Checkpoint, file: str, field: str, entry: object) -> AddedToken:

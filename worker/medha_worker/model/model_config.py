@@ -560,6 +560,10 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise CheckpointInvalid(f"{path}: is not JSON ({error}); fetch the checkpoint again") from error
+    except RecursionError as error:
+        raise CheckpointInvalid(
+            f"{path}: lists or objects are nested too deeply to be read; fetch the checkpoint again"
+        ) from error
     if not isinstance(value, dict):
         raise CheckpointInvalid(f"{path}: holds a {type(value).__name__}, not an object; fetch it again")
     return value
