@@ -129,3 +129,24 @@ def test_an_eagle3_head_needs_the_embedding_on_the_last_stage(tmp_path: Path) ->
         needed_files(tmp_path / "tiny", range(1, 2), config, embeds=one) for one in (False, True)
     )
     assert set(embeds) - set(plain) == {"model.embed_tokens.weight.st"}
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        (
+            {"model.layers.x.mlp.up_proj.weight": "a"},
+            r"tensor 'model\.layers\.x\.mlp\.up_proj\.weight', but a number must",
+        ),
+        ({"model.norm.weight": "a"}, rf"{INDEX}: weight_map names no model\.embed_tokens\.weight"),
+        ([], f"{INDEX}: has no readable weight_map"),
+        ("deep", f"{INDEX}: has no readable weight_map"),
+    ],
+)
+def test_an_index_that_cannot_be_used_is_refused(index: object, said: str, tmp_path: Path) -> None:
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
+    content = "[" * 100_000 + "]" * 100_000 if index == "deep" else json.dumps({"weight_map": index})
+    (tmp_path / "tiny" / INDEX).write_text(content)
+    config = ModelConfig.from_directory(tmp_path / "tiny")
+    with pytest.raises(CheckpointInvalid, match=f"{said}.*fetch it again"):
+        needed_files(tmp_path / "tiny", range(1), config, embeds=True)

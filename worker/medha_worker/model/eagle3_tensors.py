@@ -102,7 +102,7 @@ def _locate(directory: Path) -> Places:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = {str(name): directory / Path(str(file)).name for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointInvalid(
                 f"{index}: has no readable weight_map ({error!r}); fetch it again"
             ) from error

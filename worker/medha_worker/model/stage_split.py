@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from medha.config_fields import TEXT_CONFIGS
+from medha.errors import CheckpointInvalid
+from medha.quantisation import shown
 from medha.topology import stage_layers
 from medha_worker.model.model_config import ModelConfig
 
@@ -66,14 +68,27 @@ def text_names(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
 
 
 def tensors_of_stage(names: Iterable[str], config: ModelConfig, layers: range) -> set[str]:
-    """Return those of a checkpoint's tensors that the ranks of a stage with `layers` read."""
+    """Return those of a checkpoint's tensors that the ranks of a stage with `layers` read.
+
+    Raises:
+        CheckpointInvalid: the name of a layer's tensor lacks the layer's number.
+    """
     is_first, is_last = layers.start == 0, layers.stop == config.num_layers
 
     def is_read(name: str) -> bool:
         if name.startswith(_LAYER):
-            return int(name.removeprefix(_LAYER).partition(".")[0]) in layers
+            return _layer_of(name) in layers
         if name == EMBEDDING:
             return is_first or (is_last and config.tie_word_embeddings)
         return is_last and (name == FINAL_NORM or name.startswith(HEAD))
 
     return set(filter(is_read, names))
+
+
+def _layer_of(name: str) -> int:
+    try:
+        return int(name.removeprefix(_LAYER).partition(".")[0])
+    except ValueError as error:
+        raise CheckpointInvalid(
+            f"the checkpoint has a tensor {shown(name)}, but a number must follow {_LAYER!r}; fetch it again, or choose another"
+        ) from error

@@ -126,7 +126,7 @@ def needed_files(directory: Path, layers: range, config: ModelConfig, *, embeds:
     `embeds` says that they read the embedding on any stage.
 
     Raises:
-        CheckpointInvalid: the index cannot be read.
+        CheckpointInvalid: the index cannot be read, names a layer without a number, or lacks the embedding.
     """
     index = directory / INDEX
     if not index.is_file():
@@ -134,10 +134,18 @@ def needed_files(directory: Path, layers: range, config: ModelConfig, *, embeds:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         file_of = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointInvalid(f"{index}: has no readable weight_map ({error!r})") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointInvalid(
+            f"{index}: has no readable weight_map ({error!r}); fetch it again, or choose another checkpoint"
+        ) from error
     stored = text_names(file_of, config)
-    names = tensors_of_stage(stored, config, layers) | ({EMBEDDING} if embeds else set())
+    names = tensors_of_stage(stored, config, layers)
+    if embeds:
+        if EMBEDDING not in stored:
+            raise CheckpointInvalid(
+                f"{index}: weight_map names no {EMBEDDING}, which a draft head needs; fetch it again, or choose another checkpoint"
+            )
+        names.add(EMBEDDING)
     return sorted({file_of[stored[name]] for name in names})
 
 
