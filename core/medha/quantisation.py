@@ -518,12 +518,20 @@ def _activations(group: _Settings) -> ActivationFormat | None:
     return ActivationFormat(kind, is_static)
 
 
+_SERVED_FP8 = (
+    "FP8 in blocks (both activation_scheme 'dynamic' and a weight_block_size such as [128, 128]), one with quant_method "
+    "'compressed-tensors', where FP8 may also have a scale for each row or tensor"
+)
+
+
 def _fine_grained_fp8(fields: _Settings) -> Quantisation:
     fields.choice("fmt", "e4m3")
-    fields.choice("activation_scheme", "dynamic")
-    has_powers = fields.choice("scale_fmt", None, "float", "ue8m0") == "ue8m0"
+    # AutoFP8 and others have scales for whole tensors under this name, each with other names of tensors.
+    if fields.values.get("activation_scheme", "dynamic") != "dynamic":
+        raise fields.unsupported("activation_scheme", _SERVED_FP8)
     if fields.get("weight_block_size") is None:
-        raise fields.unsupported("weight_block_size", "weight_block_size [128, 128]")
+        raise fields.unsupported("weight_block_size", _SERVED_FP8)
+    has_powers = fields.choice("scale_fmt", None, "float", "ue8m0") == "ue8m0"
     rows, columns = fields.pair("weight_block_size")
     form = WeightFormat(
         "FP8 in blocks",
@@ -595,7 +603,7 @@ def _mxfp4(fields: _Settings) -> Quantisation:
 
 def _of_every_layer(method: str, form: WeightFormat, fields: _Settings) -> Quantisation:
     """Return the description of a method that has one format, and never quantises the output head."""
-    # AutoFP8 and vLLM call them ignored layers.
+    # vLLM calls them ignored layers.
     listed = (*fields.names("modules_to_not_convert"), *fields.names("ignored_layers"))
     ignored = ("lm_head", *(one.strip(".") for one in listed))
     return Quantisation(method, (((_EVERY_LINEAR,), form),), ignored, ignores_parts=True)

@@ -149,6 +149,25 @@ def test_the_other_formats() -> None:
     assert decode(GPTQ | {"checkpoint_format": "gptq_v2"}).formats[0][1].zero_point_offset == 0
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({}, "activation_scheme is 'static'"), ({"activation_scheme": "dynamic"}, "weight_block_size is None")],
+)
+def test_fp8_of_autofp8_is_refused_in_words_that_lead_to_no_further_refusal(
+    changes: dict[str, Any], named: str
+) -> None:
+    """All that is served instead is said at once: blocks need both fields, and other scales another method."""
+    autofp8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    with pytest.raises(ModelUnsupported, match=named) as caught:
+        decode(autofp8 | changes)
+    for said in (
+        "activation_scheme 'dynamic'",
+        "weight_block_size such as [128, 128]",
+        "'compressed-tensors'",
+    ):
+        assert said in str(caught.value)
+
+
 def test_ignored_layers_are_named_whole_by_expression_or_by_a_part() -> None:
     compressed = decode(W4A16)
     assert compressed.format_of("lm_head") is None
