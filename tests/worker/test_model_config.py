@@ -471,6 +471,21 @@ def test_an_override_keeps_the_checkpoints_theta_in_either_spelling(tmp_path: Pa
     assert read(tmp_path, new, rope_scaling=override | {"rope_theta": 7e5}).rope.theta == 7e5
 
 
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_a_factor_that_transformers_ignores_is_ignored_with_a_warning(
+    field: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B has it. In a manifest, it is refused."""
+    absent = {"rope_scaling": ABSENT}
+    plain = read(tmp_path, QWEN3 | absent | {field: YARN})
+    assert not caplog.records
+    assert read(tmp_path, QWEN3 | absent | {field: YARN | {"attn_factor": 0.878}}) == plain
+    (record,) = caplog.records
+    assert "attn_factor is 0.878, and is ignored" in record.getMessage()
+    with pytest.raises(ModelUnsupported, match=r"model\.ropeScaling: attn_factor is 0\.878"):
+        read(tmp_path, QWEN3, rope_scaling=YARN | {"attn_factor": 0.878})
+
+
 def test_dynamic_rope_is_served_within_the_original_length_and_refused_beyond(tmp_path: Path) -> None:
     dynamic = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 4096}
     assert read(tmp_path, dynamic).max_model_len == 4096

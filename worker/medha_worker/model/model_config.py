@@ -9,6 +9,7 @@ anything.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,8 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 MODELOPT_CONFIG = "hf_quant_config.json"
 """File in which ModelOpt describes a quantised checkpoint, which is refused."""
+
+_log = logging.getLogger("medha.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -887,6 +890,13 @@ def _rope(
     override: Mapping[str, Any] | None,
 ) -> RopeConfig:
     parameters = dict(stored if override is None else override)
+    is_yarn = "yarn" in (parameters.get("rope_type"), parameters.get("type"))
+    if override is None and is_yarn and parameters.pop("attn_factor", None) is not None:
+        _log.warning(
+            "config.json: RoPE parameters: attn_factor is %s, and is ignored, as transformers does; to scale "
+            "attention otherwise, set spec.model.ropeScaling with an attention_factor",
+            shown(stored["attn_factor"]),
+        )
     theta = stored.get("rope_theta", fields.get("rope_theta"))
     parameters.setdefault("rope_theta", default_theta if theta is None else theta)
     rope = _Fields(parameters, "config.json: RoPE parameters" if override is None else "model.ropeScaling")
