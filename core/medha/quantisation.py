@@ -371,9 +371,9 @@ class _Settings:
         for one in value:
             try:
                 re.compile(one.removeprefix("re:") if one.startswith("re:") else "")
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 raise self.invalid(
-                    name, f"a list of names and valid expressions ({one!r}: {error})"
+                    name, f"a list of names and valid expressions ({shown(one)}: {error})"
                 ) from error
         return tuple(value)
 

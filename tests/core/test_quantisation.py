@@ -244,6 +244,8 @@ def test_a_layer_named_by_itself_has_that_format_whatever_the_order() -> None:
         (W8A8, "config_groups", {}, CheckpointInvalid, "config_groups is {}"),
         (W8A8, "config_groups", [], CheckpointInvalid, "config_groups is \\[\\]"),
         (W8A8, "ignore", ["re:("], CheckpointInvalid, "ignore is .*expressions"),
+        (W8A8, "ignore", ["re:" + "(" * 10_000], CheckpointInvalid, "ignore is .*expressions"),
+        (W8A8, "group.targets", ["re:a{99999999999}"], CheckpointInvalid, "targets is .*expressions"),
         (W8A8, "ignore", "lm_head", CheckpointInvalid, "ignore is 'lm_head'"),
         (W8A8, "group.targets", [], CheckpointInvalid, "group_0.targets"),
         (W8A8, "group.output_activations", {"num_bits": 8}, ModelUnsupported, "output_activations"),

@@ -669,6 +669,8 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
         "quantization_config is .*unquantised Gemma3ForConditionalGeneration",
     ),
     ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_type is 'longrope'.*yarn"),
+    ({"rope_scaling": YARN | {"type": ["yarn"]}}, r"rope_type is \['yarn'\].*yarn"),
+    ({"rope_scaling": {"rope_type": [1], "factor": 2.0}}, r"rope_type is \[1\]"),
     ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "rope_type is 'mrope'"),
     ({"rope_scaling": {"type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
     (
@@ -701,6 +703,22 @@ def test_what_is_not_implemented_is_refused_by_name_and_value(
 
 
 INVALID: list[tuple[dict[str, Any], str]] = [
+    *(
+        (model | {name: 10**400}, f"{name} is 1000.*0000, but must be a .*2^53".replace("^", r"\^"))
+        for model, name in (
+            ({}, "hidden_size"),
+            ({}, "vocab_size"),
+            ({}, "rms_norm_eps"),
+            ({}, "rope_theta"),
+            ({}, "max_position_embeddings"),
+            (QWEN2 | {"use_sliding_window": True}, "max_window_layers"),
+            (GEMMA3, "query_pre_attn_scalar"),
+            (GPT_OSS, "swiglu_limit"),
+        )
+    ),
+    ({"rope_scaling": YARN | {"factor": 1e308}}, r"factor is 1e\+308, but must be a positive number"),
+    ({"rope_scaling": YARN | {"beta_fast": 10**400}}, "beta_fast is 1000"),
+    ({"rope_theta": float("inf")}, "rope_theta is inf"),
     ({"architectures": ABSENT}, "architectures is missing"),
     ({"architectures": []}, "architectures is "),
     ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'"),
@@ -770,6 +788,11 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 def test_wrong_and_missing_values_are_named(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointInvalid, match=named):
         read(tmp_path, changes)
+
+
+def test_a_factor_that_an_override_replaces_may_be_tiny(tmp_path: Path) -> None:
+    stored = {"rope_scaling": {"type": "linear", "factor": 1e-308}}
+    assert read(tmp_path, stored, 512, {"rope_type": "linear", "factor": 2.0}).rope.factor == 2.0
 
 
 def test_a_wrong_override_is_the_manifests_fault(tmp_path: Path) -> None:

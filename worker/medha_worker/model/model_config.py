@@ -494,6 +494,10 @@ _ROPE_FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 _ROPE_NEUTRAL_FIELDS = {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "finetuned"}
 
 
+_MOST = 2**53
+"""Largest number in a field. Floats hold whole numbers up to this one exactly, and products of a few of them do not overflow."""
+
+
 class _Fields:
     """A JSON object with type-checked fields; errors give the field, its value and the remedy."""
 
@@ -517,20 +521,20 @@ class _Fields:
 
     def positive_int(self, name: str) -> int:
         value = self.values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.invalid(name, "a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            raise self.invalid(name, "a whole number of at least 1 (and at most 2^53)")
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
         value = self.values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.invalid(name, "a whole number of at least 0")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
+            raise self.invalid(name, "a whole number of at least 0 (and at most 2^53)")
         return value
 
     def positive_number(self, name: str, default: float | None = None) -> float:
         value = self.values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.invalid(name, "a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST:
+            raise self.invalid(name, "a positive number (of at most 2^53)")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -912,9 +916,9 @@ def _rope_config(rope: _Fields, fields: _Fields, max_position_tokens: int) -> Ro
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if rope.get("rope_type") and rope.get("type") and rope.get("rope_type") != rope.get("type"):
         raise rope.invalid("type", f"equal to rope_type ({rope.get('rope_type')!r}), or absent")
-    if kind not in _ROPE_FIELDS:
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         raise ModelUnsupported(
-            f"{rope.source}: rope_type is {kind!r}, which is not supported; choose one of {', '.join(_ROPE_FIELDS)}"
+            f"{rope.source}: rope_type is {shown(kind)}, which is not supported; choose one of {', '.join(_ROPE_FIELDS)}"
         )
     required, optional = _ROPE_FIELDS[kind]
     for name in rope.values:
@@ -993,7 +997,8 @@ def _length_limit(
     if rope.kind == "linear" and replaced is not None:
         own = _Fields(replaced, "config.json: RoPE parameters")
         is_linear = (own.get("rope_type") or own.get("type")) == "linear"
-        return int(max_position_tokens * rope.factor / (own.positive_number("factor") if is_linear else 1))
+        own_factor = own.positive_number("factor") if is_linear else 1
+        return int(min(max_position_tokens * rope.factor / own_factor, _MOST))
     return max_position_tokens
 
 
