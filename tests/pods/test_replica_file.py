@@ -102,3 +102,19 @@ def test_the_ranks_of_a_pod_give_kv_at_all_of_the_ports_that_the_operator_opens(
             assert host == "10.0.0.9", "peers are named by the pod's own address: no Service is between them"
             ports.append(int(port))
     assert sorted(ports) == list(peer_ports(replica.spec))
+
+
+@pytest.mark.parametrize(("address", "listens_at"), [("10.0.0.9", "0.0.0.0"), ("127.0.0.3", "127.0.0.3")])
+def test_a_pod_serves_metrics_on_all_addresses_unless_its_own_is_a_loopback(
+    address: str, listens_at: str, tmp_path: Path
+) -> None:
+    assert Place(0, 0, "leader", address, tmp_path, tmp_path).listens_at == listens_at
+
+
+@pytest.mark.parametrize("address", ["", "my-host", "10.0.0"])
+def test_an_address_that_is_none_is_refused(address: str, tmp_path: Path) -> None:
+    place = Place(0, 0, "leader", address, tmp_path, tmp_path)
+    with pytest.raises(
+        ConfigInvalid, match=rf"--address \(MEDHA_POD_IP\) is '{address}', which is no IP address; set"
+    ):
+        _ = place.listens_at

@@ -78,8 +78,17 @@ class Place:
 
         It is 0.0.0.0, which includes the loopback that `kubectl port-forward` connects to, unless the pod's
         address is a loopback address itself.
+
+        Raises:
+            ConfigInvalid: the pod's address is none.
         """
-        return self.address if ipaddress.ip_address(self.address).is_loopback else "0.0.0.0"
+        try:
+            address = ipaddress.ip_address(self.address)
+        except ValueError as error:
+            raise ConfigInvalid(
+                f"--address (MEDHA_POD_IP) is {self.address!r}, which is no IP address; set it to the pod's own IPv4 address"
+            ) from error
+        return self.address if address.is_loopback else "0.0.0.0"
 
     def require_in(self, spec: MedhaReplicaSpec) -> None:
         """Check that the grid has this place.
