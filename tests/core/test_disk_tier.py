@@ -524,7 +524,7 @@ def test_a_write_that_is_called_off_is_no_failure_and_what_is_left_of_its_blocks
 
 @pytest.mark.parametrize("is_off", [True, False])
 def test_a_late_report_of_a_write_that_was_given_up_does_not_count_for_the_next_one(is_off: bool) -> None:
-    """Both write a file of the same name. Rank 0 gives up the first one while rank 1 still writes it."""
+    """Both write a file of the same name. The write of rank 0 fails, or is called off, while rank 1 still writes it."""
     disk, hashes = tier(), chain(1, 10)
     (one,) = write(disk, hashes)
     if is_off:

@@ -40,7 +40,7 @@ class Grammars:
         self._awaiting: dict[
             str, tuple[Request, float]
         ] = {}  # by id, with the time when it ends; in that order
-        self._drops: dict[str, _Grammar] = {}  # by name, those that ranks are yet to be told to drop
+        self._drops: dict[str, _Grammar] = {}  # by name, those that ranks have yet to drop
 
     @property
     def next_due(self) -> float | None:
@@ -54,7 +54,7 @@ class Grammars:
             return []
         name = request.grammar = grammar_name(text)
         asked = []
-        # Ranks have not been told to drop it, if it is in `_drops`: they still have it, or go on to compile it.
+        # If it is in `_drops`, no message has been sent yet: ranks still have it, or go on to compile it.
         known = self._known.get(name) or self._drops.pop(name, None)
         if known is None:
             known = _Grammar(set(range(self._lanes)))
