@@ -102,6 +102,31 @@ def test_replicas_find_one_key_whoever_is_first(place: StoreSpec, host: HostBloc
     assert len(bytes.fromhex(keys[0])) == 32
 
 
+def test_a_key_that_another_replica_is_making_is_waited_for(
+    place: StoreSpec, host: HostBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service may refuse to make an object whose first upload has not ended, although nobody can read it yet."""
+    from obstore.exceptions import AlreadyExistsError
+
+    key = opened(place, host).shared_key()
+    objects, calls = opened(place, host), []
+
+    def get(path: str) -> bytes:
+        calls.append("get")
+        if len(calls) < 8:
+            raise ObjectMissing(path)
+        return key.encode()
+
+    def put(*_: object, **__: object) -> None:
+        calls.append("put")
+        raise AlreadyExistsError("being made")
+
+    monkeypatch.setattr(objects, "_get", get)
+    monkeypatch.setattr(objects, "_put", put)
+    assert objects.shared_key() == key
+    assert calls == ["get", "put"] * 4 + ["get"]
+
+
 @pytest.mark.parametrize(("identity", "key"), [("another grid", KEY), (IDENTITY, "33" * 32)])
 def test_objects_of_another_model_grid_or_key_are_not_found(
     identity: str, key: str, place: StoreSpec, host: HostBlocks

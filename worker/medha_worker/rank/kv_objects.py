@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -55,6 +56,7 @@ _REMAINS = re.compile(r"(?:[0-9a-f]{32}\.kv|hash-key)#[0-9]+")
 Answer = TypeVar("Answer")
 _KEY_NAME = "hash-key"
 _KEY_BYTES = 32
+_KEY_ATTEMPTS, _KEY_PAUSE_SECONDS = 20, 0.1
 
 
 class StoreFailed(Exception):
@@ -90,7 +92,9 @@ class KvObjects:
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        for _ in range(2):
+        for attempt in range(_KEY_ATTEMPTS):
+            # A service may refuse to make an object that another replica is making, before it can be read.
+            time.sleep(_KEY_PAUSE_SECONDS if attempt > 1 else 0)
             with suppress(ObjectMissing):
                 key = bytes(self._get(_KEY_NAME)).decode("ascii", "replace").strip()
                 with suppress(ValueError):
