@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class LargeAnswers:
-    """The place where the answers of all requests are built."""
+    """Builds the answers of all requests, a few large ones at a time."""
 
     def __init__(self) -> None:
         self._room = asyncio.Semaphore(_MOST_AT_ONCE)

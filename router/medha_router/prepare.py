@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def times_computed(self) -> int:
-        """How often a prompt is computed: for each sample that scores it, and once for the others together."""
+        """Times that each prompt is computed: once for each sample that scores it, and once for the others together."""
         return self.scored_samples + (self.scored_samples < self.samples)
 
 
