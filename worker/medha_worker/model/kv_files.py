@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from zlib import crc32
+from isal.isal_zlib import crc32
 
 import numpy as np
 import numpy.typing as npt

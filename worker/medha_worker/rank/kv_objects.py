@@ -24,7 +24,7 @@ from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
-from zlib import crc32
+from isal.isal_zlib import crc32
 
 import numpy as np
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from zlib import crc32
+from isal.isal_zlib import crc32
 
 import numpy as np
 import zmq

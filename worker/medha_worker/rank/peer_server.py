@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
-from zlib import crc32
+from isal.isal_zlib import crc32
 
 import numpy as np
 import zmq
