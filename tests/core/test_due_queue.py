@@ -16,10 +16,12 @@ def test_items_come_in_the_order_of_due_times_and_then_of_arrival(steps: list[tu
         queue.add(number, due)
         waiting.append((due, number))
         assert sorted(queue) == sorted(number for _, number in waiting)
+        first = min(waiting)
+        assert queue.first() == first[1]
         if pops:
-            first = min(waiting)
             waiting.remove(first)
             assert queue.pop() == first[1]
     assert len(queue) == len(waiting)
     queue.clear()
     assert not queue
+    assert queue.first() is None

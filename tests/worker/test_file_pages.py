@@ -8,6 +8,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medha_worker.model import file_pages
-from medha_worker.model.file_pages import PAGE_BYTES, Bytes, ReadAhead
+from medha_worker.model.file_pages import PAGE_BYTES, Bytes, ReadAhead, go_around_cache, read_pages
 
 PIECE_BYTES = 3 * PAGE_BYTES
 
@@ -41,7 +42,9 @@ def written(path: Path, size_bytes: int) -> bytes:
 def read(ahead: ReadAhead, path: Path, ranges: list[tuple[int, int]]) -> list[bytes]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return [piece.tobytes() for piece in ahead.pieces(descriptor, ranges)]
+        go_around_cache(descriptor)
+        reads = [partial(read_pages, descriptor, at, size_bytes) for at, size_bytes in ranges]
+        return [ahead.submit(each).result().tobytes() for each in reads]
     finally:
         os.close(descriptor)
 
@@ -157,18 +160,17 @@ def test_a_file_that_is_too_short_and_an_error_reach_the_reader(
     assert read(ahead, path, [(0, 10), (10, 10)]) == [content[:10], content[10:20]]
 
 
-def test_pages_of_a_file_that_is_left_unread_do_not_reach_the_next_one(
-    tmp_path: Path, ahead: ReadAhead
-) -> None:
-    contents = [written(tmp_path / str(number), (6 + number) * PAGE_BYTES) for number in range(2)]
-    ranges = [(at * PAGE_BYTES, PAGE_BYTES) for at in range(6)]
-    for _ in range(20):
-        descriptor = os.open(tmp_path / "0", os.O_RDONLY)
-        pieces = ahead.pieces(descriptor, ranges)
-        assert next(pieces).tobytes() == contents[0][:PAGE_BYTES]
-        pieces.close()  # type: ignore[attr-defined]
-        os.close(descriptor)
-        assert b"".join(read(ahead, tmp_path / "1", ranges)) == contents[1][: 6 * PAGE_BYTES]
+def test_a_piece_stays_while_the_next_one_is_read(tmp_path: Path, ahead: ReadAhead) -> None:
+    path = tmp_path / "file"
+    content = written(path, 6 * PAGE_BYTES)
+    descriptor = os.open(path, os.O_RDONLY)
+    last = None
+    for at in range(0, 6 * PAGE_BYTES, PAGE_BYTES):
+        piece = ahead.submit(partial(read_pages, descriptor, at, PAGE_BYTES)).result()
+        if last is not None:
+            assert last.tobytes() == content[at - PAGE_BYTES : at]
+        last = piece
+    os.close(descriptor)
 
 
 def test_the_thread_ends(tmp_path: Path) -> None:

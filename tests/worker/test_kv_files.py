@@ -492,7 +492,7 @@ def test_a_disk_on_which_one_kind_of_work_always_fails_costs_the_tier(
     fails: str, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.write(0, 0)
-    monkeypatch.setattr(disk.files, fails, broken)
+    monkeypatch.setattr(disk.files, "_open" if fails == "read" else fails, broken)
     kinds: dict[str, Callable[[], list[DiskReport]]] = {
         "read": lambda: disk.read(0, 6),
         "write": lambda: disk.write(1, 0),
@@ -640,6 +640,82 @@ def test_reads_that_are_due_first_go_before_those_that_came_first(
     hang.goes_on.set()
     assert disk.blocks.drain(60)
     assert [one.loaded[0][0] for one in disk.reports] == [9, 13, 11, 10, 12]
+
+
+class LastBlock:
+    """Calls `then` before the last block of file 1 is copied to host block 8, once the read of file 2 has begun."""
+
+    def __init__(self, disk: Disk, monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+        self._second, self._then = threading.Event(), then
+        self.has_begun = False
+        self._open, self._put_rows = disk.files._open, disk.host.put_rows
+        monkeypatch.setattr(disk.files, "_open", self.open)
+        monkeypatch.setattr(disk.host, "put_rows", self.put_rows)
+
+    def open(self, name: str) -> object:
+        if name == described(2).name:
+            self._second.set()
+        return self._open(name)
+
+    def put_rows(self, slot: int, rows: Rows) -> None:
+        if slot + len(rows) == 9 and not self.has_begun:
+            self.has_begun = self._second.wait(60)
+            self._then()
+        self._put_rows(slot, rows)
+
+
+def reads_of(*names: int) -> tuple[ReadBlocks, ...]:
+    """Reads of files into host blocks 6 to 8, the first of them into the extent 9, all due at the same time."""
+    return tuple(
+        ReadBlocks(described(name).name, 0, 9 + number, ((6, 3),), due=5.0)
+        for number, name in enumerate(names)
+    )
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_the_next_file_is_read_before_the_last_block_of_a_file_is_copied(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.write(1, 0)
+    disk.write(2, 1)
+    before = descriptors()
+    last = LastBlock(disk, monkeypatch, lambda: None)
+    found = disk.work(reads=reads_of(1, 2))
+    assert last.has_begun
+    assert [one.loaded[0][0] for one in found] == [9, 10]
+    assert [disk.held(slot) for slot in (6, 7, 8)] == [1, 2, 4]
+    assert descriptors() == before
+
+
+def test_a_read_that_has_begun_waits_for_one_that_is_due_before_it(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.write(1, 0)
+    disk.write(2, 1)
+    before = descriptors()
+    urgent = replace(*reads_of(1), extent=20, due=1.0)
+    last = LastBlock(disk, monkeypatch, lambda: disk.blocks.submit(HostTierWork(reads=(urgent,))))
+    found = disk.work(reads=reads_of(1, 2))
+    assert last.has_begun
+    assert [one.loaded[0][0] for one in found] == [9, 20, 10]
+    assert [disk.held(slot) for slot in (6, 7, 8)] == [1, 2, 4]
+    assert descriptors() == before
+
+
+def test_a_read_that_has_begun_ends_with_its_epoch(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk.write(1, 0)
+    disk.write(2, 1)
+    before = descriptors()
+    last = LastBlock(disk, monkeypatch, disk.blocks.end_epoch)
+    assert disk.work(reads=reads_of(1, 2)) == []
+    assert last.has_begun
+    disk.begin(epoch=1)
+    assert [one.loaded[0][0] for one in disk.work(reads=reads_of(1))] == [9]
+    assert [disk.held(slot) for slot in (6, 7, 8)] == [0, 1, 3]
+    assert descriptors() == before
 
 
 def test_an_epoch_that_ends_calls_off_reads(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

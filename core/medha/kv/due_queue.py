@@ -27,6 +27,10 @@ class DueQueue(Generic[Item]):
         """Add an item that is due at `due`, in seconds of any one clock. Items without a due time come in the order of arrival."""
         heappush(self._heap, (due, next(self._numbers), item))
 
+    def first(self) -> Item | None:
+        """Return the item that comes first, if there is any."""
+        return self._heap[0][2] if self._heap else None
+
     def pop(self) -> Item:
         """Remove and return the item that comes first."""
         return heappop(self._heap)[2]

@@ -1,8 +1,8 @@
 """The disk tier of one rank: threads that copy KV blocks between the host tier and files.
 
 The core decides which blocks go where (`medha.kv.disk_tier`), and `kv_files` has the files. Nothing here blocks a step: steps
-hand over work, and the threads report what came of it. One thread reads, in the order of due times. Another one writes
-and deletes. So requests wait for reads, but not for writes. The core does not have a file deleted while it is read.
+hand over work, and the threads report what came of it. One thread reads, in the order of due times; it begins to read the
+next file before it has copied all of the last one. Another one writes and deletes. So requests wait for reads, but not for writes. The core does not have a file deleted while it is read.
 
 Steps and threads share host blocks. A thread takes the lock to copy a few blocks from or to them. A step that drops
 host blocks, to give them to others, takes it to call off the work that concerns them. So no bytes of later owners reach
@@ -31,7 +31,7 @@ from medha.kv.lane_replay import HostTierWork, ReadBlocks, WriteBlocks
 from medha.kv.prefix_cache import hash_count
 from medha.wire.messages import DiskFile, DiskReport, HostDrop
 from medha_worker.model.host_blocks import HostBlocks
-from medha_worker.model.kv_files import NO_SPACE, FileDamaged, KvFiles, Rows, blocks_at_once
+from medha_worker.model.kv_files import NO_SPACE, FileDamaged, FileRead, KvFiles, Rows, blocks_at_once
 
 MOST_FAILURES = 8
 """Reads, writes or deletes in a row that fail before the disk is no longer used: each costs a write, or a request a wait."""
@@ -83,6 +83,7 @@ class DiskBlocks:
         self._reads: DueQueue[_Job] = DueQueue()
         self._others: DueQueue[_Job] = DueQueue()
         self._running: dict[str, _Job] = {}  # by thread
+        self._begun: tuple[_Job, FileRead] | None = None  # the read that is likely to come next
         self._report = DiskReport(0)
         self._key = ""  # of the epoch's hashes
         self._send: Callable[[DiskReport], None] = lambda _: None
@@ -164,6 +165,7 @@ class DiskBlocks:
         for thread in (self._watcher, *self._threads):
             thread.join(_CLOSE_SECONDS)
         if not any(thread.is_alive() for thread in self._threads):
+            self._discard_begun()
             self._files.release()
 
     def _all_jobs(self) -> list[_Job]:
@@ -277,8 +279,13 @@ class DiskBlocks:
             self._tell(job, not_loaded=(read.extent,))
             return
         started = self._clock()
+        if self._begun is not None and self._begun[0] is job:
+            (_, reading), self._begun = self._begun, None
+        else:
+            self._discard_begun()
+            reading = self._files.begin(read.file, read.start, count)
         try:
-            rows = self._files.read(read.file, read.start, count)
+            rows = reading.rows(on_last=self._begin_next)
             place_rows(self.host, read.slots, self._piece_blocks, rows, lambda: self._guard(job))
         except CalledOff:
             return
@@ -286,8 +293,23 @@ class DiskBlocks:
             self._tell(job, not_loaded=(read.extent,), damaged=(read.file,))
             self._failed("reads", f"{read.file} cannot be read: {error}")
             return
+        finally:
+            reading.close()
         self._failures["reads"] = 0
         self._tell(job, loaded=((read.extent, self._clock() - started),))
+
+    def _begin_next(self) -> None:
+        """Begin the read that comes next in the queue, if there is one."""
+        with self._condition:
+            job = self._reads.first()
+        if job is not None and isinstance(read := job.work, ReadBlocks):
+            count = sum(blocks for _, blocks in read.slots)
+            self._begun = job, self._files.begin(read.file, read.start, count)
+
+    def _discard_begun(self) -> None:
+        if self._begun is not None:
+            self._begun[1].close()
+            self._begun = None
 
     def _moved(self, job: _Job) -> None:
         job.moved_at = self._clock()

@@ -10,8 +10,8 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 
@@ -27,44 +27,33 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class ReadAhead:
-    """A thread and two buffers by which pieces of a file are read ahead of their use, one file at a time."""
+    """A thread that reads pieces of files ahead of their use, in order, into two buffers in turn."""
 
     def __init__(self, piece_bytes: int) -> None:
         """`piece_bytes` is the size of the largest piece."""
         self._room = whole_pages(piece_bytes) + PAGE_BYTES  # a piece may begin and end amid pages
         self._buffers: list[Bytes] = []
-        self._asked: SimpleQueue[tuple[Future[Bytes], int, Bytes, int, int] | None] = SimpleQueue()
+        self._turn = 0
+        self._asked: SimpleQueue[tuple[Future[Bytes], Callable[[Bytes], Bytes], Bytes] | None] = SimpleQueue()
 
     def start(self) -> None:
         """Start the thread and allocate the buffers, unless they are there. If nobody calls this, the first read does."""
         if self._buffers:
             return
         # Buffers are used again, because new memory for each piece costs as much as a copy.
-        buffers = [_huge_pages(self._room) for _ in range(2)]
+        self._buffers = [_huge_pages(self._room) for _ in range(2)]
         threading.Thread(target=self._run, name="medha-disk-ahead", daemon=True).start()
-        self._buffers = buffers
 
-    def pieces(self, descriptor: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Bytes]:
-        """Yield ranges of an open file, each given by an offset and a size in bytes. All further reads go around the cache.
+    def submit(self, read: Callable[[Bytes], Bytes]) -> Future[Bytes]:
+        """Let the thread call `read` with a buffer, and return what comes of it.
 
-        Each piece is valid until the next one is asked for.
-
-        Raises:
-            EOFError: the file is too short.
-            OSError: it cannot be read.
+        The buffer is that of the piece before the last one, which the caller must have used.
         """
         self.start()
-        with suppress(OSError):  # some file systems can only be read through the cache
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
-        coming = self._begin(descriptor, 0, ranges)
-        try:
-            for number in range(len(ranges)):
-                piece = coming.result()
-                if number + 1 < len(ranges):
-                    coming = self._begin(descriptor, number + 1, ranges)
-                yield piece
-        finally:
-            wait([coming])  # its buffer is needed again, and its file is about to be closed
+        coming: Future[Bytes] = Future()
+        self._turn = 1 - self._turn
+        self._asked.put((coming, read, self._buffers[self._turn]))
+        return coming
 
     def close(self) -> None:
         """End the thread, as soon as it has nothing to read."""
@@ -72,16 +61,11 @@ class ReadAhead:
             self._asked.put(None)
             self._buffers = []
 
-    def _begin(self, descriptor: int, number: int, ranges: Sequence[tuple[int, int]]) -> Future[Bytes]:
-        coming: Future[Bytes] = Future()
-        self._asked.put((coming, descriptor, self._buffers[number % 2], *ranges[number]))
-        return coming
-
     def _run(self) -> None:
         while asked := self._asked.get():
-            coming, descriptor, buffer, at, size_bytes = asked
+            coming, read, buffer = asked
             try:
-                coming.set_result(_read(descriptor, buffer, at, size_bytes))
+                coming.set_result(read(buffer))
             except Exception as error:  # noqa: BLE001 - whoever waits for the piece gets it
                 coming.set_exception(error)
 
@@ -107,8 +91,19 @@ def whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _read(descriptor: int, buffer: Bytes, at: int, size_bytes: int) -> Bytes:
-    """Read the pages that have these bytes of a file, and return the bytes."""
+def go_around_cache(descriptor: int) -> None:
+    """Let reads of an open file go around the page cache, if its file system can do that."""
+    with suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
+
+
+def read_pages(descriptor: int, at: int, size_bytes: int, buffer: Bytes) -> Bytes:
+    """Read the pages that have these bytes of a file, and return the bytes, which lie in the buffer.
+
+    Raises:
+        EOFError: the file is too short.
+        OSError: it cannot be read.
+    """
     skipped = at % PAGE_BYTES
     end, filled = skipped + size_bytes, 0
     while filled < end:

@@ -12,8 +12,8 @@ A file is written under another name, synchronised and then renamed, so that a f
 crash leaves behind has the other name, and is deleted at the next start. What was changed since does not match its
 checksums. The identity names everything that the bytes depend on, so KV of another model, data type or grid is never read.
 
-One thread may read files while another one writes and deletes others; nothing else here is thread-safe. Files of several
-pieces are read around the page cache: the host tier has what is likely to be read again, and memory is better spent on it.
+One thread may read files while another one writes and deletes others; nothing else here is thread-safe. All but small reads
+go around the page cache: the host tier has what is likely to be read again, and memory is better spent on it.
 Writes go through the cache and are then dropped from it; going around it saved no time (docs/kv-tiers.md).
 """
 
@@ -26,20 +26,29 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from isal.isal_zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
+from isal.isal_zlib import crc32
 
 from medha.kv.blocks import Run
 from medha.kv.disk_tier import FILE_BLOCKS, file_name
 from medha.kv.prefix_cache import HASH_CHARACTERS, hash_count
 from medha.wire.messages import DiskFile
-from medha_worker.model.file_pages import PAGE_BYTES, ReadAhead, whole_pages
+from medha_worker.model.file_pages import (
+    PAGE_BYTES,
+    Bytes,
+    ReadAhead,
+    go_around_cache,
+    read_pages,
+    whole_pages,
+)
 
 Rows = npt.NDArray[np.uint8]
 """Bytes of consecutive blocks, [blocks, bytes of a block]."""
@@ -212,41 +221,20 @@ class KvFiles:
         finally:
             os.close(descriptor)
 
-    def read(self, name: str, start: int, count: int) -> Iterator[Rows]:
-        """Yield blocks `start .. start + count` of a file, some at a time, verified.
+    def begin(self, name: str, start: int, count: int) -> FileRead:
+        """Begin to read blocks `start .. start + count` of a file; close what is returned, used or not.
 
-        Each piece is valid until the next one is asked for. Several pieces are read around the page cache; then the next one is
-        read while the last one is verified and used. One piece is read through the cache, for which the kernel reads ahead.
-
-        Raises:
-            FileDamaged: they are not what was written.
-            OSError: the file is not there, or cannot be read.
+        One read may begin while the last piece of another one is used.
         """
-        with self._open(name) as file:
-            if start < 0 or count < 1 or start + count > len(file.checksums):
-                raise FileDamaged(f"it has {len(file.checksums)} blocks, and {start}+{count} are asked for")
-            most = self._piece_blocks
-            runs = [(first, min(most, start + count - first)) for first in range(start, start + count, most)]
-            for (first, blocks), rows in zip(runs, self._pieces(file, runs), strict=True):
-                verify(rows, file.checksums[first : first + blocks])
-                yield rows
+        return FileRead(self._ahead, lambda: self._open(name), start, count, self._piece_blocks)
 
-    def _pieces(self, file: _OpenFile, runs: Sequence[Run]) -> Iterator[Rows]:
-        """Yield runs of blocks of a file; the last one is good until the next one is asked for."""
-        if len(runs) == 1:
-            [(first, blocks)] = runs
-            rows = np.empty((blocks, self._block_bytes), dtype=np.uint8)
-            file.read_into(rows, file.begin + first * self._block_bytes)
-            yield rows
-            return
-        ranges = [
-            (file.begin + first * self._block_bytes, blocks * self._block_bytes) for first, blocks in runs
-        ]
+    def read(self, name: str, start: int, count: int) -> Iterator[Rows]:
+        """Read blocks as `FileRead.rows` does, and close the file."""
+        reading = self.begin(name, start, count)
         try:
-            for piece in self._ahead.pieces(file.descriptor, ranges):
-                yield piece.reshape(-1, self._block_bytes)
-        except EOFError as error:
-            raise FileDamaged(str(error)) from error
+            yield from reading.rows()
+        finally:
+            reading.close()
 
     def measured_seconds(self, clock: Callable[[], float]) -> tuple[float, float]:
         """Measure how long a read of a new file takes beside its blocks, and how long each block takes, in seconds.
@@ -442,6 +430,7 @@ class _OpenFile:
             os.close(self.descriptor)
             raise
         self.content, self.checksums, self.begin = header.content, header.checksums, header.begin
+        self._block_bytes = block_bytes
 
     def __enter__(self) -> _OpenFile:
         return self
@@ -449,14 +438,84 @@ class _OpenFile:
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
 
-    def read_into(self, rows: Rows, at: int) -> None:
-        """Fill `rows` with the bytes from `at` on."""
-        left = memoryview(rows.reshape(-1).data)
-        while left:
-            count = os.preadv(self.descriptor, [left], at)
-            if count == 0:
-                raise FileDamaged("it is too short")
-            left, at = left[count:], at + count
+    def read_run(self, run: Run, buffer: Bytes) -> Bytes:
+        """Read a run of blocks into the buffer.
+
+        Raises:
+            FileDamaged: the file is too short.
+            OSError: it cannot be read.
+        """
+        first, blocks = run
+        at, size_bytes = self.begin + first * self._block_bytes, blocks * self._block_bytes
+        try:
+            return read_pages(self.descriptor, at, size_bytes, buffer)
+        except EOFError as error:
+            raise FileDamaged(str(error)) from error
+
+    def verified(self, run: Run, piece: Bytes) -> Rows:
+        """Return the blocks that `read_run` has read.
+
+        Raises:
+            FileDamaged: one does not match its checksum.
+        """
+        first, blocks = run
+        rows = piece.reshape(blocks, self._block_bytes)
+        verify(rows, self.checksums[first : first + blocks])
+        return rows
+
+
+class FileRead:
+    """A read of some blocks of a file, which has begun: another thread opens the file, and reads pieces ahead of their use."""
+
+    def __init__(
+        self, ahead: ReadAhead, opened: Callable[[], _OpenFile], start: int, count: int, piece_blocks: int
+    ) -> None:
+        self._ahead, self._opened = ahead, opened
+        self._start, self._stop = start, start + count
+        self._is_large = (
+            2 * count > piece_blocks
+        )  # small reads take longer around the page cache: docs/kv-tiers.md
+        firsts = range(start, self._stop, piece_blocks)
+        self._runs = [(first, min(piece_blocks, self._stop - first)) for first in firsts]
+        self._file: _OpenFile | None = None
+        self._coming = ahead.submit(self._read_first)
+
+    def rows(self, on_last: Callable[[], None] = lambda: None) -> Iterator[Rows]:
+        """Yield the blocks, a piece at a time, verified; the next piece is read while the last one is verified and used.
+
+        Each piece is valid until the next one is asked for. When the last one is there, `on_last` is called, which may begin
+        another read.
+
+        Raises:
+            FileDamaged: they are not what was written.
+            OSError: the file is not there, or cannot be read.
+        """
+        piece = self._coming.result()
+        assert self._file is not None
+        for run, following in zip(self._runs, [*self._runs[1:], None], strict=True):
+            if following is None:
+                on_last()
+                yield self._file.verified(run, piece)
+            else:
+                self._coming = self._ahead.submit(partial(self._file.read_run, following))
+                yield self._file.verified(run, piece)
+                piece = self._coming.result()
+
+    def close(self) -> None:
+        """Wait until nothing of the file is being read, and close it."""
+        wait([self._coming])
+        if self._file is not None:
+            os.close(self._file.descriptor)
+            self._file = None
+
+    def _read_first(self, buffer: Bytes) -> Bytes:
+        file = self._file = self._opened()
+        if self._start < 0 or not self._runs or self._stop > len(file.checksums):
+            asked = f"{self._start}+{self._stop - self._start}"
+            raise FileDamaged(f"it has {len(file.checksums)} blocks, and {asked} are asked for")
+        if self._is_large:
+            go_around_cache(file.descriptor)
+        return file.read_run(self._runs[0], buffer)
 
 
 def _write_all(descriptor: int, data: memoryview, at: int) -> int:

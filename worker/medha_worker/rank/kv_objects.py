@@ -24,9 +24,9 @@ from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
-from isal.isal_zlib import crc32
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from medha.api.kv_cache_spec import StoreSpec
 from medha.wire.messages import DiskFile

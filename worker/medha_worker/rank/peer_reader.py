@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from isal.isal_zlib import crc32
 
 import numpy as np
 import zmq
+from isal.isal_zlib import crc32
 
 from medha.api.kv_cache_spec import PeerPlane
 from medha.kv.lane_replay import HostTierWork, ReadBlocks

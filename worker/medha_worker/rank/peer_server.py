@@ -17,10 +17,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
-from isal.isal_zlib import crc32
 
 import numpy as np
 import zmq
+from isal.isal_zlib import crc32
 
 from medha.api.kv_cache_spec import PeerPlane
 from medha.kv.blocks import Run, cut_runs
