@@ -502,7 +502,7 @@ class FileRead:
                 piece = self._coming.result()
 
     def close(self) -> None:
-        """Wait until nothing of the file is being read, and close it."""
+        """Wait until no part of the file is being read, and close it."""
         wait([self._coming])
         if self._file is not None:
             os.close(self._file.descriptor)
