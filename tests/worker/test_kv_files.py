@@ -665,7 +665,7 @@ class LastBlock:
 
 
 def reads_of(*names: int) -> tuple[ReadBlocks, ...]:
-    """Reads of files into host blocks 6 to 8, the first of them into the extent 9, all due at the same time."""
+    """Return reads of files into host blocks 6 to 8, for the extents 9, 10 and so on, all due at the same time."""
     return tuple(
         ReadBlocks(described(name).name, 0, 9 + number, ((6, 3),), due=5.0)
         for number, name in enumerate(names)

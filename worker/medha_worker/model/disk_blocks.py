@@ -1,8 +1,9 @@
 """The disk tier of one rank: threads that copy KV blocks between the host tier and files.
 
 The core decides which blocks go where (`medha.kv.disk_tier`), and `kv_files` has the files. Nothing here blocks a step: steps
-hand over work, and the threads report what came of it. One thread reads, in the order of due times; it begins to read the
-next file before it has copied all of the last one. Another one writes and deletes. So requests wait for reads, but not for writes. The core does not have a file deleted while it is read.
+hand over work, and the threads report what came of it. One thread reads, in the order of due times. It begins to read the
+next file before it has copied the last piece of the one before. Another thread writes and deletes. So requests wait for reads,
+but not for writes. The core does not have a file deleted while it is read.
 
 Steps and threads share host blocks. A thread takes the lock to copy a few blocks from or to them. A step that drops
 host blocks, to give them to others, takes it to call off the work that concerns them. So no bytes of later owners reach
@@ -83,7 +84,9 @@ class DiskBlocks:
         self._reads: DueQueue[_Job] = DueQueue()
         self._others: DueQueue[_Job] = DueQueue()
         self._running: dict[str, _Job] = {}  # by thread
-        self._begun: tuple[_Job, FileRead] | None = None  # the read that is likely to come next
+        self._begun: tuple[_Job, FileRead] | None = (
+            None  # the read that comes next, unless a more urgent one arrives
+        )
         self._report = DiskReport(0)
         self._key = ""  # of the epoch's hashes
         self._send: Callable[[DiskReport], None] = lambda _: None
@@ -307,6 +310,7 @@ class DiskBlocks:
             self._begun = job, self._files.begin(read.file, read.start, count)
 
     def _discard_begun(self) -> None:
+        """Close the read that was begun ahead of its turn, if there is one."""
         if self._begun is not None:
             self._begun[1].close()
             self._begun = None

@@ -45,9 +45,9 @@ class ReadAhead:
         threading.Thread(target=self._run, name="medha-disk-ahead", daemon=True).start()
 
     def submit(self, read: Callable[[Bytes], Bytes]) -> Future[Bytes]:
-        """Let the thread call `read` with a buffer, and return what comes of it.
+        """Let the thread call `read` with one of the two buffers, and return a future of what it returns.
 
-        The buffer is that of the piece before the last one, which the caller must have used.
+        This is the buffer of the piece before the last one, so the caller must no longer use that piece.
         """
         self.start()
         coming: Future[Bytes] = Future()
@@ -71,10 +71,10 @@ class ReadAhead:
 
 
 def _huge_pages(size_bytes: int) -> Bytes:
-    """Return memory that is there already, in huge pages if the kernel has them.
+    """Return zeroed memory of this size, in huge pages of 2 MiB if the kernel has them.
 
-    A disk writes to each page by a part of its own. With small pages, one whose driver is slow per part reads at a seventh of
-    its rate (`benchmarks/direct_io.py`).
+    A read around the page cache goes to a disk as a list of pages. Small pages make that list long, and some virtual disks
+    then read at a fifth of their rate (docs/kv-tiers.md).
     """
     room = mmap.mmap(-1, size_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # this kernel has none

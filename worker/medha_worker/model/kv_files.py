@@ -470,11 +470,11 @@ class FileRead:
     def __init__(
         self, ahead: ReadAhead, opened: Callable[[], _OpenFile], start: int, count: int, piece_blocks: int
     ) -> None:
+        """`opened` opens the file; `start` and `count` are in blocks, and a piece has at most `piece_blocks`."""
         self._ahead, self._opened = ahead, opened
         self._start, self._stop = start, start + count
-        self._is_large = (
-            2 * count > piece_blocks
-        )  # small reads take longer around the page cache: docs/kv-tiers.md
+        # Small reads take longer around the page cache: docs/kv-tiers.md.
+        self._is_large = 2 * count > piece_blocks
         firsts = range(start, self._stop, piece_blocks)
         self._runs = [(first, min(piece_blocks, self._stop - first)) for first in firsts]
         self._file: _OpenFile | None = None
@@ -490,16 +490,15 @@ class FileRead:
             FileDamaged: they are not what was written.
             OSError: the file is not there, or cannot be read.
         """
-        piece = self._coming.result()
+        self._coming.result()  # raises what the opening of the file has raised
         assert self._file is not None
         for run, following in zip(self._runs, [*self._runs[1:], None], strict=True):
+            piece = self._coming.result()
             if following is None:
                 on_last()
-                yield self._file.verified(run, piece)
             else:
                 self._coming = self._ahead.submit(partial(self._file.read_run, following))
-                yield self._file.verified(run, piece)
-                piece = self._coming.result()
+            yield self._file.verified(run, piece)
 
     def close(self) -> None:
         """Wait until no part of the file is being read, and close it."""
