@@ -1,21 +1,23 @@
-"""Compare two ways to read the files of the disk tier: around the page cache (O_DIRECT), as the tier does, and through it.
+"""Compare ways to read the files of the disk tier: around the page cache (O_DIRECT), as the tier does, and through it.
 
     python benchmarks/direct_io.py --quick
     python benchmarks/direct_io.py --json benchmarks/results/direct_io.json --folder /var/medha-kv
 
 The tier (`medha_worker.model.kv_files`) reads the next piece of a file around the cache while the last one is verified. The other
-way reads one piece after the other through the cache. Each way writes files of 64 blocks that have the wished size together,
+way reads one piece after the other through the cache. A third one reads as the tier does, but into buffers of small pages; it
+shows what the tier's huge pages gain (docs/kv-tiers.md). Each way writes files of 64 blocks that have the wished size together,
 reads them all, and reads them once more; what was written is dropped from the cache. Smaller blocks are not measured: the tier
 also reads up to 2 MiB through the cache. Nothing else should run.
 
 For each size of a block, it prints the rates and the CPU time of the process, in user mode and in the kernel, checksums
 included. What the device does is not measured: a virtual disk may have a cache of its own. A first read must not take longer than
-through the cache, and must not take more CPU time. A second read through the cache is a copy from memory, so there is no goal for it.
+through the cache or into small pages, and must not take more CPU time. A second read through the cache is a copy from memory, so there is no goal for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import tempfile
 import time
@@ -42,8 +44,9 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 BLOCKS_KIB = 128, 256, 2048
 """Sizes of a block of 16 tokens: of Llama-3-8B in bfloat16 on sixteen ranks, on eight and on one."""
 IDENTITY, KEY = "a model on a grid", "ab" * 32
-CACHED, TIER = "page cache", "tier"
+CACHED, SMALL, TIER = "page cache", "tier with small pages", "tier"
 PASSES = "first read", "second read"
+PR_SET_THP_DISABLE = 41  # linux/prctl.h
 
 
 class CachedFiles(KvFiles):
@@ -65,7 +68,26 @@ class CachedFiles(KvFiles):
                 yield rows
 
 
-WAYS = {CACHED: CachedFiles, TIER: KvFiles}
+class SmallPageFiles(KvFiles):
+    """Files of KV that are read around the page cache, into buffers of small pages."""
+
+    def acquire(self) -> None:
+        _allow_huge_pages(False)  # until the end, so that the kernel merges none meanwhile
+        self._ahead.start()
+        super().acquire()
+
+    def release(self) -> None:
+        super().release()
+        _allow_huge_pages(True)
+
+
+def _allow_huge_pages(allowed: bool) -> None:
+    """Let the kernel give this process huge pages, or forbid it."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_THP_DISABLE, int(not allowed), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "the kernel cannot forbid huge pages to a process")
+
+
+WAYS = {CACHED: CachedFiles, SMALL: SmallPageFiles, TIER: KvFiles}
 
 
 @dataclass
@@ -142,21 +164,20 @@ def row(kib: int, way: str, size_bytes: int, rounds: list[dict[str, Taken]]) -> 
 
 
 def claims(found: dict[int, dict[str, list[dict[str, Taken]]]]) -> list[Row]:
-    """Compare the tier with the page cache for each size of a block, and take the geometric mean over the sizes."""
+    """Compare the tier with the other ways for each size of a block, and take the geometric mean over the sizes."""
 
-    def compared(name: str, figure: str) -> Row:
+    def compared(name: str, figure: str, other: str) -> Row:
         each = {
-            kib: ratio(*([getattr(one[PASSES[0]], figure) for one in by_way[way]] for way in (TIER, CACHED)))
+            kib: ratio(*([getattr(one[PASSES[0]], figure) for one in by_way[way]] for way in (TIER, other)))
             for kib, by_way in found.items()
         }
         peer = "; ".join(f"{kib} KiB: {value:.2f}" for kib, value in each.items())
-        return claim(
-            f"{name}, tier over page cache", geometric_mean(each.values()), "ratio", 1.0, "less", peer
-        )
+        return claim(f"{name}, tier over {other}", geometric_mean(each.values()), "ratio", 1.0, "less", peer)
 
     return [
-        compared("time of a first read", "seconds"),
-        compared("CPU time of a first read", "cpu_seconds"),
+        compared("time of a first read", "seconds", CACHED),
+        compared("CPU time of a first read", "cpu_seconds", CACHED),
+        compared("time of a first read", "seconds", SMALL),
     ]
 
 
