@@ -74,7 +74,7 @@ def _huge_pages(size_bytes: int) -> Bytes:
     """Return zeroed memory of this size, in huge pages of 2 MiB if the kernel has them.
 
     A read around the page cache goes to a disk as a list of pages. Small pages make that list long, and some virtual disks
-    then read at a fifth of their rate (docs/kv-tiers.md).
+    then read at a quarter of their rate (benchmarks/direct_io.py).
     """
     room = mmap.mmap(-1, size_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # this kernel has none
