@@ -718,6 +718,37 @@ def test_a_read_that_has_begun_ends_with_its_epoch(disk: Disk, monkeypatch: pyte
     assert descriptors() == before
 
 
+def test_closing_leaves_behind_a_read_that_hangs_ahead_of_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path / "rank-3")
+    disk.write(1, 0)
+    disk.write(2, 1)
+    before = descriptors()
+    last = LastBlock(disk, monkeypatch, disk.blocks.end_epoch)
+    goes_on, open_file = threading.Event(), disk.files._open
+
+    def hanging(name: str) -> object:
+        file = open_file(name)
+        if name == described(2).name:
+            goes_on.wait(60)
+        return file
+
+    monkeypatch.setattr(disk.files, "_open", hanging)
+    closing = threading.Thread(target=disk.blocks.close, daemon=True)
+    try:
+        assert disk.work(reads=reads_of(1, 2)) == []
+        assert last.has_begun
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
+    finally:
+        goes_on.set()
+    for thread in disk.blocks._threads:
+        thread.join(30)
+    assert descriptors() == before
+
+
 def test_an_epoch_that_ends_calls_off_reads(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.write(1, 0)
     hang = Hang(monkeypatch, "preadv")

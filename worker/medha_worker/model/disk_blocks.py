@@ -22,7 +22,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 
 from medha.kv.blocks import Run
@@ -84,9 +84,8 @@ class DiskBlocks:
         self._reads: DueQueue[_Job] = DueQueue()
         self._others: DueQueue[_Job] = DueQueue()
         self._running: dict[str, _Job] = {}  # by thread
-        self._begun: tuple[_Job, FileRead] | None = (
-            None  # the read that comes next, unless a more urgent one arrives
-        )
+        # The read that comes next, unless a more urgent one arrives. Only the thread that reads touches it.
+        self._begun: tuple[_Job, FileRead] | None = None
         self._report = DiskReport(0)
         self._key = ""  # of the epoch's hashes
         self._send: Callable[[DiskReport], None] = lambda _: None
@@ -168,7 +167,6 @@ class DiskBlocks:
         for thread in (self._watcher, *self._threads):
             thread.join(_CLOSE_SECONDS)
         if not any(thread.is_alive() for thread in self._threads):
-            self._discard_begun()
             self._files.release()
 
     def _all_jobs(self) -> list[_Job]:
@@ -183,7 +181,7 @@ class DiskBlocks:
                 self._condition.notify_all()
                 self._condition.wait_for(lambda: self._closing or queue)
                 if self._closing:
-                    return
+                    break
                 job = self._running[name] = queue.pop()
                 self._moved(job)
             try:
@@ -193,6 +191,8 @@ class DiskBlocks:
                 self._switch_off("an unexpected error, which the log of the rank has")
                 if isinstance(job.work, ReadBlocks):
                     self._tell(job, not_loaded=(job.work.extent,))
+        if queue is self._reads:
+            self._discard_begun()  # here, so that nobody else waits if it hangs
 
     def _do(self, job: _Job) -> None:
         match job.work:
@@ -277,37 +277,40 @@ class DiskBlocks:
         self._tell(job, found=tuple(found), found_all=True)
 
     def _read(self, job: _Job, read: ReadBlocks) -> None:
-        count = sum(blocks for _, blocks in read.slots)
         if self.fault:
             self._tell(job, not_loaded=(read.extent,))
             return
         started = self._clock()
-        if self._begun is not None and self._begun[0] is job:
-            (_, reading), self._begun = self._begun, None
-        else:
-            self._discard_begun()
-            reading = self._files.begin(read.file, read.start, count)
         try:
-            rows = reading.rows(on_last=self._begin_next)
-            place_rows(self.host, read.slots, self._piece_blocks, rows, lambda: self._guard(job))
+            with closing(self._begun_or_new(job, read)) as reading:
+                rows = reading.rows(on_last=self._begin_next)
+                place_rows(self.host, read.slots, self._piece_blocks, rows, lambda: self._guard(job))
         except CalledOff:
             return
         except (FileDamaged, OSError, ValueError, KeyError, TypeError) as error:
             self._tell(job, not_loaded=(read.extent,), damaged=(read.file,))
             self._failed("reads", f"{read.file} cannot be read: {error}")
             return
-        finally:
-            reading.close()
         self._failures["reads"] = 0
         self._tell(job, loaded=((read.extent, self._clock() - started),))
+
+    def _begun_or_new(self, job: _Job, read: ReadBlocks) -> FileRead:
+        """Return the read of a job, which may have begun ahead of its turn."""
+        if self._begun is not None and self._begun[0] is job:
+            (_, reading), self._begun = self._begun, None
+            return reading
+        self._discard_begun()
+        return self._begin(read)
 
     def _begin_next(self) -> None:
         """Begin the read that comes next in the queue, if there is one."""
         with self._condition:
-            job = self._reads.first()
-        if job is not None and isinstance(read := job.work, ReadBlocks):
-            count = sum(blocks for _, blocks in read.slots)
-            self._begun = job, self._files.begin(read.file, read.start, count)
+            job = None if self.fault else self._reads.first()
+        if job is not None and isinstance(job.work, ReadBlocks):
+            self._begun = job, self._begin(job.work)
+
+    def _begin(self, read: ReadBlocks) -> FileRead:
+        return self._files.begin(read.file, read.start, sum(blocks for _, blocks in read.slots))
 
     def _discard_begun(self) -> None:
         """Close the read that was begun ahead of its turn, if there is one."""

@@ -41,8 +41,9 @@ class ReadAhead:
         if self._buffers:
             return
         # Buffers are used again, because new memory for each piece costs as much as a copy.
-        self._buffers = [_huge_pages(self._room) for _ in range(2)]
+        buffers = [_huge_pages(self._room) for _ in range(2)]
         threading.Thread(target=self._run, name="medha-disk-ahead", daemon=True).start()
+        self._buffers = buffers
 
     def submit(self, read: Callable[[Bytes], Bytes]) -> Future[Bytes]:
         """Let the thread call `read` with one of the two buffers, and return a future of what it returns.
