@@ -691,6 +691,23 @@ def test_an_idle_replica_goes_on_to_write_as_files_are_finished_until_nothing_wa
     assert counts.skipped_blocks == counts.failed_writes == 0
 
 
+def test_prompts_are_written_whole_though_the_host_tier_is_full_of_what_is_worth_more() -> None:
+    replica = ReplicaWithFiles(host_blocks=70)
+    replica.report(found_all=True)
+    lengths = [201, 201, *[61] * 9]
+    finished = 0
+    for number, tokens in enumerate(lengths):
+        replica.submit(f"a{number}", ids(number, tokens))
+        while finished < len(replica.writes):
+            replica.report(written=(replica.writes[finished].file.name,))
+            finished += 1
+    (disk,) = replica.core.pools.disks
+    for number, tokens in enumerate(lengths[:7]):  # the others are still on the device
+        blocks = tokens // 4
+        assert disk.held_from(HASHER.hashes(ids(number, tokens)), 0, blocks) == blocks
+    assert replica.core.pools.disk_counts.skipped_blocks == 0
+
+
 @pytest.mark.parametrize("has_space", [False, True])
 def test_nothing_waits_for_a_disk_tier_that_is_off_or_whose_volume_is_full(has_space: bool) -> None:
     replica = busy_with_files()

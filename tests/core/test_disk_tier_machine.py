@@ -20,6 +20,7 @@ from medha.kv.blocks import Run
 from medha.kv.disk_tier import FILE_BLOCKS, DiskTier, file_name
 from medha.kv.host_tier import HostLedger, HostTier
 from medha.kv.prefix_cache import Branch, each_hash, hash_at, hash_count, hash_range
+from medha.kv.store_tier import TiersBelow
 from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.wire.messages import DiskFile, DiskReport, DiskWrite, HostDrop
 
@@ -124,6 +125,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.host = HostTier(host_blocks, SIZE, Prices())
         self.host.unwritten = UnwrittenBlocks()
         self.disk = DiskTier(disk_blocks, range(2), SIZE, Prices(), most_writing, self.host)
+        self.host.below = TiersBelow(0, self.disk, None)
         self.disk_blocks = disk_blocks
         self.ranks = [Rank(number, HostLedger(host_blocks)) for number in range(2)]
         self.most_writing = max(most_writing, 64)
@@ -327,6 +329,7 @@ class DiskMachine(RuleBasedStateMachine):
         """Evict a text piece by piece from its end to an empty host tier, and write it."""
         self.disk._source = self.host = HostTier(2 * TEXT_BLOCKS, SIZE, Prices())
         self.host.unwritten = UnwrittenBlocks() if self.disk.is_used else None
+        self.host.below = TiersBelow(0, self.disk, None)
         for rank in self.ranks:
             rank.ledger = HostLedger(2 * TEXT_BLOCKS)
         stop = TEXT_BLOCKS

@@ -171,6 +171,52 @@ def test_what_is_worth_less_is_turned_away_until_the_rest_has_aged() -> None:
     tier.check()
 
 
+@dataclass
+class Below:
+    """A tier below the host tier that has the extents of some numbers, and wants what `wants` says."""
+
+    extents: set[int]
+    wants: bool = True
+
+    def have(self, extent: int, hashes: str, blocks: int) -> bool:
+        return extent in self.extents
+
+    def want(self, hashes: str, start: int, stop: int) -> bool:
+        return self.wants
+
+
+@pytest.mark.parametrize(
+    ("extents", "wants", "drops", "taken"),
+    [
+        pytest.param({0, 1}, True, (HostDrop(0, 2),), 6, id="from what is worth least"),
+        pytest.param({1}, True, (HostDrop(1, 2),), 6, id="from what the lower tier has"),
+        pytest.param(set(), True, (), 0, id="the lower tier has nothing"),
+        pytest.param({0, 1}, False, (), 0, id="the lower tier does not want it"),
+    ],
+)
+def test_what_passes_through_to_a_lower_tier_gets_room_from_what_that_tier_has(
+    extents: set[int], wants: bool, drops: tuple[HostDrop, ...], taken: int
+) -> None:
+    tier = HostTier(16, SIZE, Prices())
+    tier.below = Below(extents, wants)
+    tier.demote([branch(1, 2000, 2008)])
+    tier.demote([branch(2, 3000, 3008)])
+    found, demotions = tier.demote([branch(3, 0, 6)])
+    assert (found, sum(one.count for one in demotions)) == (drops, taken)
+    tier.check()
+
+
+def test_what_passes_through_takes_the_room_of_what_passed_through_before() -> None:
+    """So two of them together take no more room from what is worth more than one does."""
+    tier = HostTier(16, SIZE, Prices())
+    tier.below = Below(set(range(100)))
+    tier.demote([branch(1, 2000, 2016)])
+    for number in range(2):
+        assert tier.take_in(hashes(10 + number, 4), 0, 4, is_awaited=False) is not None
+        tier.check()
+    assert held(tier, 1, 2016, start=2000) == 12
+
+
 def test_what_is_used_stays() -> None:
     tier = HostTier(8, SIZE, Prices())
     tier.demote([branch(1, 0, 4)])

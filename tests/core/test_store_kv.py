@@ -410,6 +410,27 @@ def write_all(replica: Replica, finished: int) -> None:
     assert replica.core.idle
 
 
+def test_prompts_are_written_whole_though_the_host_tier_is_full_of_what_is_worth_more() -> None:
+    replica = Replica(host_blocks=60)
+    prompts = [ids(60 + number, tokens) for number, tokens in enumerate((601, 101, 201, 101))]
+    for number, prompt in enumerate(prompts):
+        replica.submit(f"a{number}", prompt)
+        replica.report(looked_up=((number, 0),))
+    assert replica.store.counts.skipped_blocks == 0
+    assert {one.object.name for one in replica.stores} == {
+        name for prompt in prompts for name in written(prompt)
+    }
+
+
+def test_what_is_being_written_to_the_store_makes_no_room_for_what_passes_through_to_it() -> None:
+    replica = Replica(host_blocks=2 * OBJECT_BLOCKS, writes_at_once=False)
+    for number in range(2):
+        replica.submit(f"a{number}", ids(60 + number, 101))
+        replica.report(looked_up=((number, 0),))
+    write_all(replica, 0)
+    assert replica.store.counts.skipped_blocks == replica.store.counts.failed_writes == 0
+
+
 class SmallPool(Replica):
     """A replica whose device holds one prompt, and whose host tier holds half of one."""
 

@@ -201,6 +201,11 @@ class DiskTier:
         """Return how many of the blocks `start .. stop` (exclusive) of a prompt files hold, from the first one on."""
         return sum(one.count for one in self.match(hashes, start, stop))
 
+    def wants(self, hashes: str, start: int, stop: int) -> bool:
+        """Return whether some of the blocks `start .. stop` (exclusive) of a prompt are to be written, once the host tier has them."""
+        is_worth = stop <= self.blocks and self._is_worth_writing(start, stop - start)
+        return self.is_used and is_worth and self.held_from(hashes, start, stop) < stop - start
+
     # --- loads ----------------------------------------------------------------------------------------
 
     def begin_load(self, found: OnDisk, extent: int, count: int) -> None:
@@ -258,9 +263,7 @@ class DiskTier:
         keys = each_hash(file.hashes)
         if all(key in self._places for key in keys):
             return False
-        tokens = file.start * self._size, (file.start + blocks) * self._size
-        seconds = self._prices.load_seconds(blocks, 1) + self._prices.fetch_seconds(blocks)
-        if seconds >= self._prices.compute_seconds(*tokens):
+        if not self._is_worth_writing(file.start, blocks):
             return False
         can_fit = file.start + blocks <= self.blocks  # with all of its prompt before it
         if not can_fit or not self._make_room(blocks, file.before):
@@ -278,6 +281,12 @@ class DiskTier:
         self._writing += blocks
         self._in_use += blocks
         return True
+
+    def _is_worth_writing(self, start: int, blocks: int) -> bool:
+        """Return whether reading so many blocks of a prompt is predicted to be faster than computing them."""
+        tokens = start * self._size, (start + blocks) * self._size
+        seconds = self._prices.load_seconds(blocks, 1) + self._prices.fetch_seconds(blocks)
+        return seconds < self._prices.compute_seconds(*tokens)
 
     def _add(self, file: DiskFile) -> _File:
         added = _File(file.name, file.hashes, file.before, hash_count(file.hashes))

@@ -45,6 +45,8 @@ KvTier = Literal["host", "disk", "store", "peers"]
 
 _MANY = 64
 """Parts from which an answer of `HostTier.match` is kept until the tier changes."""
+_MOST_PASSED = 64
+"""Extents that `_drop_copied` passes over because no lower tier has them yet."""
 _PRICED_TOKENS = 1024
 """Tokens over which the cost of a block is averaged: a chunk of one block costs as much as one of many."""
 
@@ -169,6 +171,18 @@ class Prices(Protocol):
         ...
 
 
+class LowerTiers(Protocol):
+    """The tiers of a lane that get KV from its host tier: a disk, a store, or both."""
+
+    def have(self, extent: int, hashes: str, blocks: int) -> bool:
+        """Return whether an extent, whose first `blocks` hashes are `hashes`, can be read from there if it is dropped here."""
+        ...
+
+    def want(self, hashes: str, start: int, stop: int) -> bool:
+        """Return whether some of the blocks `start .. stop` of a prompt would be written there from the host tier."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """Blocks `start .. start + count` of an extent, which a prompt may fetch."""
@@ -265,6 +279,7 @@ class _Candidate:
     worth: float
     is_swapped: bool = False  # kept for a request that has stepped aside
     is_awaited: bool = False  # a request waits for them, here or on another replica
+    passes_on: bool = False  # a lower tier gets them from here, and has no other source
 
     @property
     def before(self) -> str:
@@ -330,6 +345,7 @@ class HostTier:
         self._answer: tuple[Held, ...] = ()
         self.unwritten: UnwrittenBlocks | None = None
         """Blocks that wait for a disk tier; None: no disk tier takes them."""
+        self.below: LowerTiers | None = None
 
     # --- prefixes -------------------------------------------------------------------------------------
 
@@ -423,10 +439,10 @@ class HostTier:
     ) -> tuple[int, int, tuple[HostDrop, ...]] | None:
         """Give room to blocks `start .. start + count` of a prompt, which are copied from the device at once.
 
-        `is_awaited`: another replica waits for them. Return the number of the new extent, of how many of these blocks it is,
-        and what it drops; None if all that is held is kept, or worth more.
+        `is_awaited`: another replica waits for them; else they pass through to the store. Return the number of the new extent,
+        of how many of these blocks it is, and what it drops; None if there is no room, and nothing that makes some.
         """
-        made = self._make_extent(hashes, start, count, is_awaited=is_awaited)
+        made = self._make_extent(hashes, start, count, is_awaited=is_awaited, passes_on=not is_awaited)
         if made is not None:
             self._await_write(made[0])
         return made
@@ -512,8 +528,8 @@ class HostTier:
     def demote(self, branches: Sequence[Branch]) -> tuple[tuple[HostDrop, ...], tuple[Demotion, ...]]:
         """Choose which evicted blocks the tier takes and what it drops for them.
 
-        The most valuable ones come first. Each takes free blocks, then those of extents that are worth less than it is;
-        if these do not suffice, only its beginning is kept.
+        The most valuable ones come first. Each takes free blocks, then those of extents that are worth less than it is. If a
+        lower tier wants it, those follow that a lower tier has. If all these do not suffice, only its beginning is kept.
         """
         candidates: list[_Candidate] = []
         behind: dict[str, _Candidate] = {}  # of those behind a block, by its hash, the one that is worth most
@@ -532,6 +548,8 @@ class HostTier:
         room = self.ledger.free_blocks
         for one in candidates:
             self._raise_before(one)
+            if room < one.blocks and self.below is not None:
+                one.passes_on = self.below.want(one.hashes, one.start, one.start + one.blocks)
             while room < one.blocks:
                 dropped = self._drop_worth_less(one, one.blocks - room)
                 if dropped is None:
@@ -676,13 +694,12 @@ class HostTier:
 
         Only ends of prefixes are dropped; of those that are worth the same, the oldest one. Anything that is not kept makes
         room for blocks that are kept for a request. Anything but what others wait for makes room for blocks that a
-        request waits for.
+        request waits for. What a lower tier has makes room for blocks that pass through to one, even if it is worth more.
         """
         while (heap := self._next_heap(one)) is not None:
-            worth, number = heappop(heap)
-            extent = self._extents.get(number)
-            is_stale = extent is None or extent.worth != worth or self._heap_of(extent) is not heap
-            if extent is None or is_stale or not self._may_drop(extent):
+            worth, number = entry = heappop(heap)
+            extent = self._droppable(entry, heap)
+            if extent is None:
                 continue
             keep = max(extent.blocks - missing, 0)
             found = HostDrop(number, keep), extent.blocks - keep
@@ -693,7 +710,40 @@ class HostTier:
                 self._aged = max(self._aged, worth)
             self._forget(extent, keep)
             return found
+        if one.passes_on and (copied := self._drop_copied(one, missing)) is not None:
+            return copied
         return self._drop_behind(one, missing) if one.is_swapped and self._orphans else None
+
+    def _drop_copied(self, one: _Candidate, missing: int) -> tuple[HostDrop, int] | None:
+        """Drop up to `missing` blocks of an extent that a lower tier has; return how many, or None if none is found.
+
+        Without room here, a candidate never gets to a lower tier, and must be computed again. What is dropped must only be
+        read again. Of the extents that are worth least, so many are looked at that a step takes no longer for it.
+        """
+        passed: list[tuple[float, int]] = []
+        found: tuple[HostDrop, int] | None = None
+        while found is None and self._by_worth and len(passed) < _MOST_PASSED:
+            entry = heappop(self._by_worth)
+            extent = self._droppable(entry, self._by_worth)
+            if extent is None:
+                continue
+            if self.below is None or not self.below.have(extent.number, extent.hashes, extent.blocks):
+                passed.append(entry)
+                continue
+            keep = max(extent.blocks - missing, 0)
+            found = HostDrop(extent.number, keep), extent.blocks - keep
+            self._age(one, extent.blocks - keep)
+            self._forget(extent, keep)
+        for entry in passed:
+            heappush(self._by_worth, entry)
+        return found
+
+    def _droppable(self, entry: tuple[float, int], heap: list[tuple[float, int]]) -> _Extent | None:
+        """Return the extent of an entry of a heap; None if the entry is stale, or the extent may not be dropped."""
+        worth, number = entry
+        extent = self._extents.get(number)
+        is_stale = extent is None or extent.worth != worth or self._heap_of(extent) is not heap
+        return None if extent is None or is_stale or not self._may_drop(extent) else extent
 
     def _age(self, one: _Candidate, blocks: int) -> None:
         """Age what the tier holds by the cost of some blocks of a candidate that is worth less.
@@ -828,11 +878,13 @@ class HostTier:
         return made
 
     def _make_extent(
-        self, hashes: str, start: int, count: int, *, is_awaited: bool
+        self, hashes: str, start: int, count: int, *, is_awaited: bool, passes_on: bool = False
     ) -> tuple[int, int, tuple[HostDrop, ...]] | None:
         block_seconds = self._block_seconds(start, start + count)
         worth = self._aged + block_seconds
-        one = _Candidate(hashes, start, count, [], block_seconds, worth, is_awaited=is_awaited)
+        one = _Candidate(
+            hashes, start, count, [], block_seconds, worth, is_awaited=is_awaited, passes_on=passes_on
+        )
         self._raise_before(one)
         drops: list[HostDrop] = []
         while self.ledger.free_blocks < one.blocks:

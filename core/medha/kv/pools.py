@@ -38,7 +38,7 @@ from medha.kv.host_tier import Held, HostTier, KvTier, Prices, TierCounts
 from medha.kv.lane_replay import LaneReplay, fork_on
 from medha.kv.prefix_cache import Match, PrefixCache, hash_count, hash_range
 from medha.kv.rank_loads import Loaded, RankLoads
-from medha.kv.store_tier import Offer, Offers, StoreTier
+from medha.kv.store_tier import Offer, Offers, StoreTier, TiersBelow
 from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.kv.window_tables import WindowTables, usable_blocks
 from medha.shards import (
@@ -588,6 +588,10 @@ class KvPools:
                 lane.peer_loads = RankLoads(frozenset(lane_ranks[number]))
         if object_blocks:
             self.store = StoreTier(lane_ranks, object_blocks, most_writing)
+        if disk_blocks or object_blocks:
+            for number, lane in enumerate(self._lanes):
+                assert lane.tier is not None
+                lane.tier.below = TiersBelow(number, lane.disk, self.store)
 
     # --- queries --------------------------------------------------------------------------------------
 
@@ -1155,14 +1159,18 @@ class KvPools:
             if written == most or not store.has_place(offer.lane):
                 break
             one = store.object(offer.chain, number)
+            if store.takes(one, offer.lane):
+                written += 1
+                loads, parts = here.take_in(found, number * size, (number + 1) * size, offer.lane)
+                self._loads += loads
+                stop = number * size + sum(part.count for part in parts)
+                if stop == (number + 1) * size:
+                    store.write_from(one, (part.extent for part in parts))
+                elif stop < found.blocks and store.put_off(one):
+                    break
+                else:
+                    store.call_off(one)
             self._offers.take_first(offer)
-            if not store.takes(one, offer.lane):
-                continue
-            written += 1
-            loads, parts = here.take_in(found, number * size, (number + 1) * size, offer.lane)
-            self._loads += loads
-            if sum(part.count for part in parts) < size:
-                store.call_off(one)
         here.tier.unpin()
         return written
 

@@ -14,11 +14,11 @@ prompt. So all replicas of one grid cut equal prompts at the same places, and th
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from medha.kv.disk_tier import file_name
+from medha.kv.disk_tier import DiskTier, file_name
 from medha.kv.host_tier import HostTier
 from medha.kv.prefix_cache import hash_at, hash_count, hash_range
 from medha.kv.rank_loads import Loaded, RankLoads
@@ -132,6 +132,7 @@ class _Write:
     blocks: int
     ranks: set[int]  # that have not reported it
     failed: bool = False
+    extents: tuple[int, ...] = ()  # of the host tier, from which it is written
 
 
 class StoreTier:
@@ -149,6 +150,10 @@ class StoreTier:
         self._objects: dict[tuple[int, int], str] = {}  # (lane, extent) -> object that is read into it
         self._writes: dict[str, _Write] = {}  # by object
         self._writing_blocks = [0] * len(self._lane_ranks)
+        self._waits_for_writes = [False] * len(
+            self._lane_ranks
+        )  # lanes whose host tier has no room until a write ends
+        self._sources = Counter[tuple[int, int]]()  # (lane, extent) -> writes that take blocks of it
         self._pending: dict[str, DiskFile] = {}  # those of the writes that ranks have not been sent
         self._known: OrderedDict[str, None] = OrderedDict()  # objects that are there; the latest last
 
@@ -197,7 +202,8 @@ class StoreTier:
     def has_place(self, lane: int) -> bool:
         """Return whether another object of a lane may be considered now; while the store rests, each may, and is skipped."""
         writing = self._writing_blocks[lane]
-        return self.rests or not writing or writing + self.object_blocks <= self._most_writing
+        has_room = writing + self.object_blocks <= self._most_writing and not self._waits_for_writes[lane]
+        return self.rests or not writing or has_room
 
     def takes(self, one: DiskFile, lane: int) -> bool:
         """Return whether an object of a lane that has a place is to be written, and note it if so."""
@@ -209,6 +215,26 @@ class StoreTier:
         self._writes[one.name] = _Write(lane, self.object_blocks, set(self._lane_ranks[lane]))
         self._writing_blocks[lane] += self.object_blocks
         self._pending[one.name] = one
+        return True
+
+    def write_from(self, one: DiskFile, extents: Iterable[int]) -> None:
+        """Note from which extents of its lane's host tier an object is written."""
+        write = self._writes[one.name]
+        write.extents = tuple(extents)
+        self._sources.update((write.lane, extent) for extent in write.extents)
+
+    def is_written_from(self, lane: int, extent: int) -> bool:
+        """Return whether blocks of an extent are being written."""
+        return (lane, extent) in self._sources
+
+    def put_off(self, one: DiskFile) -> bool:
+        """Forget a write for which the host tier has no room until another write of its lane ends; return False if there is none."""
+        lane = self._writes[one.name].lane
+        if self._writing_blocks[lane] == self._writes[one.name].blocks:
+            return False
+        del self._pending[one.name]
+        self._forget(one.name)
+        self._waits_for_writes[lane] = True
         return True
 
     def call_off(self, one: DiskFile) -> None:
@@ -276,6 +302,11 @@ class StoreTier:
         """Forget a write that has ended."""
         write = self._writes.pop(name)
         self._writing_blocks[write.lane] -= write.blocks
+        self._waits_for_writes[write.lane] = False
+        for source in ((write.lane, extent) for extent in write.extents):
+            self._sources[source] -= 1
+            if not self._sources[source]:
+                del self._sources[source]
 
     def check(self) -> None:
         """Assert that loads, writes and objects agree, for tests."""
@@ -284,3 +315,23 @@ class StoreTier:
         assert self._pending.keys() <= self._writes.keys()
         for lane, blocks in enumerate(self._writing_blocks):
             assert blocks == sum(write.blocks for write in self._writes.values() if write.lane == lane)
+        assert self._sources.total() == sum(len(write.extents) for write in self._writes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TiersBelow:
+    """The tiers below the host tier of a lane (`medha.kv.host_tier.LowerTiers`)."""
+
+    lane: int
+    disk: DiskTier | None
+    store: StoreTier | None
+
+    def have(self, extent: int, hashes: str, blocks: int) -> bool:
+        if self.store is not None and self.store.is_written_from(self.lane, extent):
+            return False
+        if self.disk is not None and self.disk.is_used:
+            return self.disk.held_from(hashes, 0, blocks) == blocks
+        return True  # what is worth reading from the store was offered to it when it was computed
+
+    def want(self, hashes: str, start: int, stop: int) -> bool:
+        return self.disk is not None and self.disk.wants(hashes, start, stop)
