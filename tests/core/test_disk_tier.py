@@ -635,6 +635,25 @@ def test_blocks_wait_again_where_they_have_come_back_but_not_while_they_are_read
     host.check()
 
 
+@pytest.mark.parametrize(
+    ("start", "stop", "computes", "wanted"),
+    [
+        pytest.param(0, 20, 1.0, True, id="it lacks some"),
+        pytest.param(0, 10, 1.0, False, id="it has all"),
+        pytest.param(0, 200, 1.0, True, id="it has room for the beginning"),
+        pytest.param(100, 200, 1.0, False, id="it has no room for the prompt up to here"),
+        pytest.param(0, 20, 0.0, False, id="computing is faster"),
+    ],
+)
+def test_a_tier_wants_what_it_lacks_and_would_write(
+    start: int, stop: int, computes: float, wanted: bool
+) -> None:
+    disk = tier(blocks=100)
+    written(disk, write(disk, chain(1, 10)))
+    disk._prices.computes = computes  # type: ignore[attr-defined]
+    assert disk.wants(chain(1, 200), start, stop) == wanted
+
+
 @dataclass
 class ReplicaWithFiles(Replica):
     """A controller with a disk tier and without a store; the tests play what its ranks report of their files."""
@@ -691,14 +710,18 @@ def test_an_idle_replica_goes_on_to_write_as_files_are_finished_until_nothing_wa
     assert counts.skipped_blocks == counts.failed_writes == 0
 
 
-def test_prompts_are_written_whole_though_the_host_tier_is_full_of_what_is_worth_more() -> None:
+@pytest.mark.parametrize("writes_at_once", [1, 2])
+def test_prompts_are_written_whole_though_the_host_tier_is_full_of_what_is_worth_more(
+    writes_at_once: int,
+) -> None:
+    """Writes end with the arrival of the next request, or of the one after that."""
     replica = ReplicaWithFiles(host_blocks=70)
     replica.report(found_all=True)
     lengths = [201, 201, *[61] * 9]
     finished = 0
     for number, tokens in enumerate(lengths):
         replica.submit(f"a{number}", ids(number, tokens))
-        while finished < len(replica.writes):
+        while number % writes_at_once == 0 and finished < len(replica.writes):
             replica.report(written=(replica.writes[finished].file.name,))
             finished += 1
     (disk,) = replica.core.pools.disks

@@ -16,6 +16,7 @@ from medha.kv.host_tier import HostLedger, HostTier, KvTier, TierCopy, tier_copi
 from medha.kv.lane_replay import LaneReplay
 from medha.kv.pools import KvPools, Placed
 from medha.kv.prefix_cache import Branch, PrefixHasher, hash_range
+from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.wire.messages import (
     Admit,
     Demotion,
@@ -178,7 +179,7 @@ class Below:
     extents: set[int]
     wants: bool = True
 
-    def have(self, extent: int, hashes: str, blocks: int) -> bool:
+    def have(self, extent: int, hashes: str, start: int, stop: int) -> bool:
         return extent in self.extents
 
     def want(self, hashes: str, start: int, stop: int) -> bool:
@@ -204,6 +205,43 @@ def test_what_passes_through_to_a_lower_tier_gets_room_from_what_that_tier_has(
     found, demotions = tier.demote([branch(3, 0, 6)])
     assert (found, sum(one.count for one in demotions)) == (drops, taken)
     tier.check()
+
+
+def test_what_passes_through_takes_the_end_of_its_own_beginning_last() -> None:
+    tier = HostTier(16, SIZE, Prices())
+    tier.below = Below({0, 1})
+    tier.demote([branch(1, 0, 8)])
+    tier.demote([branch(2, 3000, 3008)])
+    assert tier.take_in(hashes(1, 11), 8, 3, is_awaited=False) == (2, 3, (HostDrop(1, 5),))
+    assert tier.take_in(hashes(1, 20), 11, 9, is_awaited=False) == (3, 5, (HostDrop(1, 0),))
+    tier.below = Below({3})
+    assert tier.take_in(hashes(1, 18), 16, 2, is_awaited=False) == (4, 2, (HostDrop(3, 3),))
+    tier.check()
+
+
+def test_what_was_read_from_the_store_gives_its_room_to_what_passes_through() -> None:
+    tier = HostTier(8, SIZE, Prices())
+    tier.below = Below(set())
+    made = tier.begin_load(hashes(1, 2008), 2000, 8, "store", due=0.0)
+    assert made is not None
+    tier.end_load(made[0], is_there=True)
+    assert tier.take_in(hashes(2, 4), 0, 4, is_awaited=False) is None, "no request has fetched it yet"
+    tier.fetch("a", tier.match(hashes(1, 2008), 2000, 2008), 0)
+    tier.fetched("a")
+    assert tier.take_in(hashes(2, 4), 0, 4, is_awaited=False) == (1, 4, (HostDrop(0, 4),))
+    tier.check()
+
+
+def test_a_slow_disk_does_not_empty_the_tier() -> None:
+    """Once more than a quarter of the tier waits for the disk, what passes through takes the room of what waits."""
+    tier = HostTier(16, SIZE, Prices())
+    tier.below, tier.unwritten = Below({0}), UnwrittenBlocks()
+    tier.demote([branch(1, 2000, 2016)])
+    assert tier.take_unwritten(16) is not None
+    for number in range(2, 6):
+        tier.demote([branch(number, 0, 3)])
+        tier.unwritten.check({one.number: (one.worth, one.blocks) for one in tier._extents.values()})
+    assert (held(tier, 1, 2016, start=2000), tier.unwritten.blocks) == (10, 6)
 
 
 def test_what_passes_through_takes_the_room_of_what_passed_through_before() -> None:

@@ -203,8 +203,14 @@ class DiskTier:
 
     def wants(self, hashes: str, start: int, stop: int) -> bool:
         """Return whether some of the blocks `start .. stop` (exclusive) of a prompt are to be written, once the host tier has them."""
-        is_worth = stop <= self.blocks and self._is_worth_writing(start, stop - start)
-        return self.is_used and is_worth and self.held_from(hashes, start, stop) < stop - start
+        stop = min(stop, self.blocks)
+        if (
+            not self.is_used
+            or stop <= start
+            or not self._is_worth_writing(start, min(stop - start, FILE_BLOCKS))
+        ):
+            return False
+        return self.held_from(hashes, start, stop) < stop - start
 
     # --- loads ----------------------------------------------------------------------------------------
 

@@ -18,6 +18,9 @@ A request may wait for KV that is being read from a file, the store or another r
 are worth more than it is. Extents that were read for other requests, and not fetched yet, are spared until the tier has
 aged by what their blocks cost to compute.
 
+KV that a disk or a store is to get *passes through* the tier. It replaces extents that a lower tier has (`LowerTiers`), whatever
+they are worth: those must be read again at most, but KV that never gets there must be computed again.
+
 The KV of a request that has stepped aside is *kept for it* until it comes back. The tier takes it before all else, and
 drops whatever is not kept to make room for it.
 """
@@ -46,7 +49,10 @@ KvTier = Literal["host", "disk", "store", "peers"]
 _MANY = 64
 """Parts from which an answer of `HostTier.match` is kept until the tier changes."""
 _MOST_PASSED = 64
-"""Extents that `_drop_copied` passes over because no lower tier has them yet."""
+"""Extents that a candidate passes over because no lower tier has them yet."""
+_PASSING_PART = 4
+"""Demoted blocks make room for themselves while at most one in so many blocks of the tier waits for the disk, so that a slow disk
+does not empty the tier."""
 _PRICED_TOKENS = 1024
 """Tokens over which the cost of a block is averaged: a chunk of one block costs as much as one of many."""
 
@@ -174,8 +180,8 @@ class Prices(Protocol):
 class LowerTiers(Protocol):
     """The tiers of a lane that get KV from its host tier: a disk, a store, or both."""
 
-    def have(self, extent: int, hashes: str, blocks: int) -> bool:
-        """Return whether an extent, whose first `blocks` hashes are `hashes`, can be read from there if it is dropped here."""
+    def have(self, extent: int, hashes: str, start: int, stop: int) -> bool:
+        """Return whether blocks `start .. stop` of an extent with these hashes need not stay here to be read from there."""
         ...
 
     def want(self, hashes: str, start: int, stop: int) -> bool:
@@ -528,8 +534,9 @@ class HostTier:
     def demote(self, branches: Sequence[Branch]) -> tuple[tuple[HostDrop, ...], tuple[Demotion, ...]]:
         """Choose which evicted blocks the tier takes and what it drops for them.
 
-        The most valuable ones come first. Each takes free blocks, then those of extents that are worth less than it is. If a
-        lower tier wants it, those follow that a lower tier has. If all these do not suffice, only its beginning is kept.
+        The most valuable ones come first. Each takes free blocks. Then it takes those of extents that a lower tier has, if
+        such a tier wants it and has not too much to write, and those of extents that are worth less than it is. If all these
+        do not suffice, only its beginning is kept.
         """
         candidates: list[_Candidate] = []
         behind: dict[str, _Candidate] = {}  # of those behind a block, by its hash, the one that is worth most
@@ -546,16 +553,16 @@ class HostTier:
         drops: list[HostDrop] = []
         taken: list[_Candidate] = []
         room = self.ledger.free_blocks
+        waiting_blocks = 0 if self.unwritten is None else self.unwritten.blocks
         for one in candidates:
             self._raise_before(one)
-            if room < one.blocks and self.below is not None:
-                one.passes_on = self.below.want(one.hashes, one.start, one.start + one.blocks)
-            while room < one.blocks:
-                dropped = self._drop_worth_less(one, one.blocks - room)
-                if dropped is None:
-                    break
-                drops.append(dropped[0])
-                room += dropped[1]
+            if room < one.blocks:
+                one.passes_on = (
+                    waiting_blocks <= self.ledger.blocks // _PASSING_PART and self._is_wanted_below(one)
+                )
+                dropped, freed = self._make_room(one, one.blocks - room)
+                drops += dropped
+                room += freed
             if room < one.blocks:
                 self._age(one, one.blocks - room)
                 if self.unwritten is not None:
@@ -564,6 +571,7 @@ class HostTier:
             if room == 0:
                 continue
             room -= one.blocks
+            waiting_blocks += one.blocks
             taken.append(one)
         stored = [self._store(one) for one in taken]
         for number in stored:
@@ -689,54 +697,80 @@ class HostTier:
         if extent is not None:
             self._offer(extent)
 
+    def _is_wanted_below(self, one: _Candidate) -> bool:
+        below = None if one.is_swapped else self.below
+        return below is not None and below.want(one.hashes, one.start, one.start + one.blocks)
+
+    def _make_room(self, one: _Candidate, missing: int) -> tuple[list[HostDrop], int]:
+        """Drop what makes room for a candidate, up to `missing` blocks; return the drops, and how many blocks they free."""
+        dropped = self._drop_copied(one, missing) if one.passes_on else []
+        freed = sum(blocks for _, blocks in dropped)
+        while freed < missing and (drop := self._drop_worth_less(one, missing - freed)) is not None:
+            dropped.append(drop)
+            freed += drop[1]
+        return [drop for drop, _ in dropped], freed
+
+    def _drop_copied(self, one: _Candidate, missing: int) -> list[tuple[HostDrop, int]]:
+        """Drop ends of extents that a lower tier has, up to `missing` blocks; return each drop, and how many blocks it frees.
+
+        Without room here, the candidate never gets to a lower tier, and must be computed again. What is dropped for it is
+        read again at most. The extents of least worth come first, and the one that the candidate continues comes last. Those that
+        a lower tier lacks are passed over, up to a limit.
+        """
+        dropped: list[tuple[HostDrop, int]] = []
+        passed: list[tuple[float, int]] = []
+        parent = self._before(one)
+
+        def drop(extent: _Extent) -> None:
+            nonlocal missing
+            dropped.append(self._drop_end(extent, missing))
+            missing -= dropped[-1][1]
+            self._age(one, dropped[-1][1])
+
+        while missing > 0 and self._by_worth and len(passed) < _MOST_PASSED:
+            entry = heappop(self._by_worth)
+            extent = self._droppable(entry, self._by_worth)
+            if extent is None or (passed and passed[-1] == entry):
+                continue
+            if extent is parent or not self._is_copied(extent, missing):
+                passed.append(entry)
+            else:
+                drop(extent)
+        for entry in passed:
+            heappush(self._by_worth, entry)
+        if parent is not None and (parent.is_unfetched or not self._may_drop(parent)):
+            parent = None
+        if missing > 0 and parent is not None and self._is_copied(parent, missing):
+            drop(parent)
+        return dropped
+
+    def _is_copied(self, extent: _Extent, missing: int) -> bool:
+        """Return whether a lower tier has the last `missing` blocks of an extent, or all of a smaller one."""
+        if extent.read_from == "store":
+            return True
+        keep = max(extent.blocks - missing, 0)
+        return self.below is not None and self.below.have(extent.number, extent.hashes, keep, extent.blocks)
+
     def _drop_worth_less(self, one: _Candidate, missing: int) -> tuple[HostDrop, int] | None:
         """Drop up to `missing` blocks of the extent that is worth least; return how many, or None if all are worth more.
 
         Only ends of prefixes are dropped; of those that are worth the same, the oldest one. Anything that is not kept makes
         room for blocks that are kept for a request. Anything but what others wait for makes room for blocks that a
-        request waits for. What a lower tier has makes room for blocks that pass through to one, even if it is worth more.
+        request waits for.
         """
         while (heap := self._next_heap(one)) is not None:
-            worth, number = entry = heappop(heap)
+            entry = heappop(heap)
             extent = self._droppable(entry, heap)
             if extent is None:
                 continue
-            keep = max(extent.blocks - missing, 0)
-            found = HostDrop(number, keep), extent.blocks - keep
-            if one.is_awaited and worth >= one.worth:
-                # If the tier aged to `worth`, one cheap load would make all that is costly old at once.
-                self._age(one, extent.blocks - keep)
+            found = self._drop_end(extent, missing)
+            if one.is_awaited and entry[0] >= one.worth:
+                # If the tier aged to this worth, one cheap load would make all that is costly old at once.
+                self._age(one, found[1])
             else:
-                self._aged = max(self._aged, worth)
-            self._forget(extent, keep)
+                self._aged = max(self._aged, entry[0])
             return found
-        if one.passes_on and (copied := self._drop_copied(one, missing)) is not None:
-            return copied
         return self._drop_behind(one, missing) if one.is_swapped and self._orphans else None
-
-    def _drop_copied(self, one: _Candidate, missing: int) -> tuple[HostDrop, int] | None:
-        """Drop up to `missing` blocks of an extent that a lower tier has; return how many, or None if none is found.
-
-        Without room here, a candidate never gets to a lower tier, and must be computed again. What is dropped must only be
-        read again. Of the extents that are worth least, so many are looked at that a step takes no longer for it.
-        """
-        passed: list[tuple[float, int]] = []
-        found: tuple[HostDrop, int] | None = None
-        while found is None and self._by_worth and len(passed) < _MOST_PASSED:
-            entry = heappop(self._by_worth)
-            extent = self._droppable(entry, self._by_worth)
-            if extent is None:
-                continue
-            if self.below is None or not self.below.have(extent.number, extent.hashes, extent.blocks):
-                passed.append(entry)
-                continue
-            keep = max(extent.blocks - missing, 0)
-            found = HostDrop(extent.number, keep), extent.blocks - keep
-            self._age(one, extent.blocks - keep)
-            self._forget(extent, keep)
-        for entry in passed:
-            heappush(self._by_worth, entry)
-        return found
 
     def _droppable(self, entry: tuple[float, int], heap: list[tuple[float, int]]) -> _Extent | None:
         """Return the extent of an entry of a heap; None if the entry is stale, or the extent may not be dropped."""
@@ -744,6 +778,13 @@ class HostTier:
         extent = self._extents.get(number)
         is_stale = extent is None or extent.worth != worth or self._heap_of(extent) is not heap
         return None if extent is None or is_stale or not self._may_drop(extent) else extent
+
+    def _drop_end(self, extent: _Extent, missing: int) -> tuple[HostDrop, int]:
+        """Drop up to `missing` blocks from the end of an extent; return how many."""
+        keep = max(extent.blocks - missing, 0)
+        found = HostDrop(extent.number, keep), extent.blocks - keep
+        self._forget(extent, keep)
+        return found
 
     def _age(self, one: _Candidate, blocks: int) -> None:
         """Age what the tier holds by the cost of some blocks of a candidate that is worth less.
@@ -762,12 +803,8 @@ class HostTier:
             for leaf in self._orphans[key].values():
                 while leaf.children:
                     leaf = next(iter(leaf.children.values()))
-                if self._is_in_use(leaf.number):
-                    continue
-                keep = max(leaf.blocks - missing, 0)
-                found = HostDrop(leaf.number, keep), leaf.blocks - keep
-                self._forget(leaf, keep)
-                return found
+                if not self._is_in_use(leaf.number):
+                    return self._drop_end(leaf, missing)
         return None
 
     def _forget(self, extent: _Extent, keep: int) -> None:
@@ -886,12 +923,7 @@ class HostTier:
             hashes, start, count, [], block_seconds, worth, is_awaited=is_awaited, passes_on=passes_on
         )
         self._raise_before(one)
-        drops: list[HostDrop] = []
-        while self.ledger.free_blocks < one.blocks:
-            dropped = self._drop_worth_less(one, one.blocks - self.ledger.free_blocks)
-            if dropped is None:
-                break
-            drops.append(dropped[0])
+        drops, _ = self._make_room(one, one.blocks - self.ledger.free_blocks)
         one.blocks = min(one.blocks, self.ledger.free_blocks)
         if one.blocks == 0:
             return None

@@ -326,12 +326,14 @@ class TiersBelow:
     disk: DiskTier | None
     store: StoreTier | None
 
-    def have(self, extent: int, hashes: str, blocks: int) -> bool:
+    def have(self, extent: int, hashes: str, start: int, stop: int) -> bool:
         if self.store is not None and self.store.is_written_from(self.lane, extent):
             return False
         if self.disk is not None and self.disk.is_used:
-            return self.disk.held_from(hashes, 0, blocks) == blocks
-        return True  # what is worth reading from the store was offered to it when it was computed
+            return self.disk.held_from(hashes, start, stop) == stop - start
+        # The store alone is below: what is worth reading from it was offered to it when it was computed, and no longer needs
+        # this copy. Whether the store got it is not known for each block.
+        return True
 
     def want(self, hashes: str, start: int, stop: int) -> bool:
         return self.disk is not None and self.disk.wants(hashes, start, stop)

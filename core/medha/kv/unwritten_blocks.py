@@ -40,6 +40,8 @@ class UnwrittenBlocks:
         self._written_blocks = written_blocks
         self.lost_blocks = 0
         """Blocks that the host tier has dropped before the disk tier took them, or had no place for at all."""
+        self.blocks = 0
+        """Blocks that wait."""
         self._extents: dict[int, _Waiting] = {}
         # Heap of (-worth, start, extent); stale entries are skipped.
         self._turns: list[tuple[float, int, int]] = []
@@ -47,18 +49,15 @@ class UnwrittenBlocks:
     def __bool__(self) -> bool:
         return bool(self._extents)
 
-    @property
-    def blocks(self) -> int:
-        """Blocks that wait."""
-        return sum(one.blocks - one.taken for one in self._extents.values())
-
     def add(self, extent: int, worth: float, start: int, blocks: int, first: int = 0) -> None:
         """Let the blocks of an extent from number `first` on wait; its blocks are the `start`-th of a prompt and those behind it."""
         one = self._extents.get(extent)
         if one is not None:
+            self.blocks += max(one.taken - first, 0)
             one.taken = min(one.taken, first)
             return
         self._extents[extent] = one = _Waiting(worth, start, blocks, first)
+        self.blocks += blocks - first
         self._offer(extent, one)
 
     def raised(self, extent: int, worth: float) -> None:
@@ -73,7 +72,9 @@ class UnwrittenBlocks:
         one = self._extents.get(extent)
         if one is None:
             return
-        self.lost_blocks += one.blocks - max(blocks, one.taken)
+        lost_blocks = one.blocks - max(blocks, one.taken)
+        self.lost_blocks += lost_blocks
+        self.blocks -= lost_blocks
         one.blocks = blocks
         if one.taken >= blocks:
             del self._extents[extent]
@@ -92,6 +93,7 @@ class UnwrittenBlocks:
                 continue
             part = Part(extent, one.taken, min(most_blocks, one.blocks - one.taken))
             one.taken += part.count
+            self.blocks -= part.count
             if one.taken == one.blocks:
                 heappop(self._turns)
                 del self._extents[extent]
@@ -106,6 +108,7 @@ class UnwrittenBlocks:
 
     def check(self, extents: Mapping[int, tuple[float, int]]) -> None:
         """Assert that each extent which waits has a turn, and the worth and the blocks of `extents`, for tests."""
+        assert self.blocks == sum(one.blocks - one.taken for one in self._extents.values())
         valid = set(self._turns)
         for extent, one in self._extents.items():
             assert extents[extent] == (one.worth, one.blocks)
