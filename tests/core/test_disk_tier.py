@@ -654,6 +654,22 @@ def test_a_tier_wants_what_it_lacks_and_would_write(
     assert disk.wants(chain(1, 200), start, stop) == wanted
 
 
+def test_blocks_between_those_of_files_are_written_though_computing_them_alone_is_faster() -> None:
+    disk, hashes = tier(), chain(1, 30)
+    written(disk, write(disk, hash_range(hashes, 0, 10)))
+    end = write(disk, hash_range(hashes, 20, 30), 20, before=hash_range(hashes, 19, 20))
+    disk._prices.computes = 0.0  # type: ignore[attr-defined]
+    alone = chain(2, 10)
+    assert not disk.wants(alone, 0, 10)
+    assert write(disk, alone) == ()
+    written(disk, end)
+    assert disk.wants(hashes, 10, 20)
+    assert not disk.wants(hashes, 10, 19)
+    between = write(disk, hash_range(hashes, 10, 20), 10, before=hash_range(hashes, 9, 10))
+    written(disk, between)
+    assert disk.held_from(hashes, 0, 30) == 30
+
+
 @dataclass
 class ReplicaWithFiles(Replica):
     """A controller with a disk tier and without a store; the tests play what its ranks report of their files."""

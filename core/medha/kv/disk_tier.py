@@ -19,6 +19,7 @@ take quadratic time. So files that were used are only noted, and are put in orde
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -26,7 +27,7 @@ from itertools import repeat, takewhile
 from typing import Protocol
 
 from medha.kv.host_tier import Kept
-from medha.kv.prefix_cache import HASH_CHARACTERS, each_hash, hash_at, hash_count
+from medha.kv.prefix_cache import HASH_CHARACTERS, each_hash, hash_at, hash_count, hash_range
 from medha.kv.rank_loads import Loaded, RankLoads
 from medha.kv.span_index import common_blocks
 from medha.wire.messages import DiskDelete, DiskFile, DiskReport, DiskWrite
@@ -160,6 +161,7 @@ class DiskTier:
         self._to_report = set(self._ranks)  # ranks that have not reported all that they found
         self._writing = 0  # blocks
         self._being_written: dict[str, _File] = {}  # by the hash of the last block
+        self._continued = Counter[str]()  # hash of a block -> files that continue it
         self._most_in_use = blocks  # blocks; with more in use, the next file had no room
         self._deletes: list[str] = []
         # Files that a rank could not write: what is to wait again, and the ranks that may still be writing them.
@@ -204,11 +206,8 @@ class DiskTier:
     def wants(self, hashes: str, start: int, stop: int) -> bool:
         """Return whether some of the blocks `start .. stop` (exclusive) of a prompt are to be written, once the host tier has them."""
         stop = min(stop, self.blocks)
-        if (
-            not self.is_used
-            or stop <= start
-            or not self._is_worth_writing(start, min(stop - start, FILE_BLOCKS))
-        ):
+        first_file = hash_range(hashes, start, min(stop, start + FILE_BLOCKS))
+        if not self.is_used or stop <= start or not self._is_worth_writing(start, first_file):
             return False
         return self.held_from(hashes, start, stop) < stop - start
 
@@ -269,7 +268,7 @@ class DiskTier:
         keys = each_hash(file.hashes)
         if all(key in self._places for key in keys):
             return False
-        if not self._is_worth_writing(file.start, blocks):
+        if not self._is_worth_writing(file.start, file.hashes):
             return False
         can_fit = file.start + blocks <= self.blocks  # with all of its prompt before it
         if not can_fit or not self._make_room(blocks, file.before):
@@ -288,8 +287,14 @@ class DiskTier:
         self._in_use += blocks
         return True
 
-    def _is_worth_writing(self, start: int, blocks: int) -> bool:
-        """Return whether reading so many blocks of a prompt is predicted to be faster than computing them."""
+    def _is_worth_writing(self, start: int, hashes: str) -> bool:
+        """Return whether reading some blocks of a prompt, those from `start` on, is predicted to be faster than computing them.
+
+        Few blocks may be computed faster than their file is read, but not together with all that other files hold behind them.
+        """
+        if any(key in self._continued for key in each_hash(hashes)):
+            return True
+        blocks = hash_count(hashes)
         tokens = start * self._size, (start + blocks) * self._size
         seconds = self._prices.load_seconds(blocks, 1) + self._prices.fetch_seconds(blocks)
         return seconds < self._prices.compute_seconds(*tokens)
@@ -298,6 +303,7 @@ class DiskTier:
         added = _File(file.name, file.hashes, file.before, hash_count(file.hashes))
         self._files[file.name] = added
         self._older[file.name] = added
+        self._continued[file.before] += 1
         self.held_blocks += added.blocks
         if not self._to_report:
             self._use([added])
@@ -396,6 +402,9 @@ class DiskTier:
         if file.name in self._recent:  # what it continues keeps its place
             self._put_in_order()
         del self._files[file.name], self._older[file.name]
+        self._continued[file.before] -= 1
+        if not self._continued[file.before]:
+            del self._continued[file.before]
         self.held_blocks -= file.blocks
         if file.is_writing:
             self._end_writing(file)
@@ -545,6 +554,7 @@ class DiskTier:
         self._places.clear()
         self._deletes.clear()
         self._being_written.clear()
+        self._continued.clear()
         self._failing.clear()
         self.held_blocks = self._writing = self._in_use = 0
 
@@ -553,6 +563,7 @@ class DiskTier:
         assert self.held_blocks == sum(file.blocks for file in self._files.values()) <= self.blocks
         assert self._writing == sum(file.blocks for file in self._files.values() if file.is_writing)
         assert all(file.is_writing for file in self._being_written.values())
+        assert self._continued == Counter(file.before for file in self._files.values())
         assert self._files.keys().isdisjoint(self._failing)
         assert self._in_use == sum(file.blocks for file in self._files.values() if file.is_in_use)
         for key, (file, block) in self._places.items():
