@@ -51,8 +51,8 @@ _MANY = 64
 _MOST_PASSED = 64
 """Extents that a candidate passes over because no lower tier has them yet."""
 _PASSING_PART = 4
-"""Demoted blocks make room for themselves while at most one in so many blocks of the tier waits for the disk, so that a slow disk
-does not empty the tier."""
+"""The tier drops what the disk has to make room for demoted blocks only while at most one in so many of its blocks waits for the disk.
+So a slow disk does not empty it."""
 _PRICED_TOKENS = 1024
 """Tokens over which the cost of a block is averaged: a chunk of one block costs as much as one of many."""
 
@@ -181,7 +181,10 @@ class LowerTiers(Protocol):
     """The tiers of a lane that get KV from its host tier: a disk, a store, or both."""
 
     def have(self, extent: int, hashes: str, start: int, stop: int) -> bool:
-        """Return whether blocks `start .. stop` of an extent with these hashes need not stay here to be read from there."""
+        """Return whether blocks `start .. stop` of an extent may be dropped here, because they can be read from there.
+
+        `hashes` are those of the extent's blocks, from its first one on.
+        """
         ...
 
     def want(self, hashes: str, start: int, stop: int) -> bool:
@@ -352,6 +355,7 @@ class HostTier:
         self.unwritten: UnwrittenBlocks | None = None
         """Blocks that wait for a disk tier; None: no disk tier takes them."""
         self.below: LowerTiers | None = None
+        """The tiers that get KV from this one; None: there are none."""
 
     # --- prefixes -------------------------------------------------------------------------------------
 
@@ -713,8 +717,8 @@ class HostTier:
     def _drop_copied(self, one: _Candidate, missing: int) -> list[tuple[HostDrop, int]]:
         """Drop ends of extents that a lower tier has, up to `missing` blocks; return each drop, and how many blocks it frees.
 
-        Without room here, the candidate never gets to a lower tier, and must be computed again. What is dropped for it is
-        read again at most. The extents of least worth come first, and the one that the candidate continues comes last. Those that
+        Without room here, the candidate never gets to a lower tier, and must be computed again. What is dropped for it can
+        be read again. The extents of least worth come first, and the one that the candidate continues comes last. Those that
         a lower tier lacks are passed over, up to a limit.
         """
         dropped: list[tuple[HostDrop, int]] = []

@@ -150,9 +150,8 @@ class StoreTier:
         self._objects: dict[tuple[int, int], str] = {}  # (lane, extent) -> object that is read into it
         self._writes: dict[str, _Write] = {}  # by object
         self._writing_blocks = [0] * len(self._lane_ranks)
-        self._waits_for_writes = [False] * len(
-            self._lane_ranks
-        )  # lanes whose host tier has no room until a write ends
+        # By lane: whether its host tier has no room for another object until a write ends.
+        self._waits_for_writes = [False] * len(self._lane_ranks)
         self._sources = Counter[tuple[int, int]]()  # (lane, extent) -> writes that take blocks of it
         self._pending: dict[str, DiskFile] = {}  # those of the writes that ranks have not been sent
         self._known: OrderedDict[str, None] = OrderedDict()  # objects that are there; the latest last
