@@ -458,7 +458,7 @@ HEAD = (
 
 
 def arguments_of() -> argparse.Namespace:
-    options = parser(__doc__, quick=f"one round of {len(QUICK)} kinds, and one pair", rounds=3, seed=True)
+    options = parser(__doc__, quick=f"one round of {len(QUICK)} kinds, and no pair", rounds=3, seed=True)
     options.add_argument(
         "--only",
         choices=list(BY_NAME),
@@ -480,7 +480,7 @@ def main() -> int:
         command = ["unshare", "--map-root-user", "--mount", sys.executable, *sys.argv, "--inside"]
         os.execvp(command[0], command)  # noqa: S606 - it needs no shell
     names = arguments.only or (QUICK if arguments.quick else list(BY_NAME))
-    rounds, pairs = (1, 1) if arguments.quick else (arguments.rounds, arguments.pairs)
+    rounds, pairs = (1, 0) if arguments.quick else (arguments.rounds, arguments.pairs)
     settings: Row = {"seed": arguments.seed, "grids": [list(grid) for grid in GRIDS], "clients": CLIENTS}
     episodes = earlier(arguments.json, settings)
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:

@@ -62,7 +62,7 @@ KINDS = (
     Kind("clock of a replica jumps", "jump", "replica", CLOCK_SECONDS),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
-QUICK = ("kill a router", "freeze a replica", "cut one link", "full disk of a router")
+QUICK = ("kill a router", "freeze a replica")
 ENDING = ("kill", "freeze")
 """Actions that a process cannot suffer twice at the same time."""
 

@@ -40,7 +40,7 @@ class Scale:
 
 
 FULL = Scale(4, 76, (64, 512), 2, (16_384, 32_768), 8, 0.7)
-QUICK = Scale(1, 6, (64, 128), 1, (3072, 4096), 4, 0.6)
+QUICK = Scale(1, 6, (64, 128), 1, (768, 1024), 4, 0.6)
 
 
 @dataclass(frozen=True)

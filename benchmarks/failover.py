@@ -1,7 +1,7 @@
 """Measure how long streams pause when a replica is lost or drains while another replica of another grid has room.
 
     python benchmarks/failover.py            # three of each kind of loss
-    python benchmarks/failover.py --quick    # one of each kind, shorter streams
+    python benchmarks/failover.py --quick    # a killed replica and one that drains, shorter streams
     python benchmarks/failover.py --rounds 5 --only cut --json benchmarks/results/failover.json
 
 A router serves two replicas of the same checkpoint, each with a supervisor of its own, and streams run on both. Then one
@@ -59,6 +59,7 @@ from medha_process.part_settings import ControllerSettings, RouterEndpoints
 from medha_worker.checkpoints.presets import init_checkpoint
 
 KINDS = ("kill", "kill controller", "stop", "stop rank", "cut", "drain")
+QUICK = ("kill", "drain")
 PAUSE_SECONDS = 3.0  # most pause of a stream while another replica has room
 FIRST_TOKENS = 10  # of each stream, before a replica is lost
 STREAM_SECONDS = 120.0
@@ -309,10 +310,11 @@ def claims(outcomes: Sequence[Outcome], streams: int = STREAMS) -> list[Row]:
 
 
 def main() -> int:
-    options = parser(__doc__, quick="one of each kind, shorter streams", rounds=3)
+    options = parser(__doc__, quick="a killed replica and one that drains, shorter streams", rounds=3)
     options.add_argument("--only", choices=KINDS, action="append", help="this kind of loss; may be repeated")
     arguments = options.parse_args()
-    rounds, tokens = (1, 300) if arguments.quick else (arguments.rounds, 600)
+    rounds, tokens = (1, 150) if arguments.quick else (arguments.rounds, 600)
+    kinds = arguments.only or (QUICK if arguments.quick else KINDS)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="failover-") as folder:
         fleet = Fleet(Path(folder))
@@ -320,7 +322,7 @@ def main() -> int:
             fleet.start()
             expected = Streams(fleet.router.url, tokens).join()
             for _ in range(rounds):
-                for kind in arguments.only or KINDS:
+                for kind in kinds:
                     outcomes.append(one := measure(fleet, kind, tokens, expected))
                     pauses = " ".join(f"{pause:.2f}" for pause in one.pauses)
                     what = f"{kind} of {one.replica}: {one.moved} moved, {one.same} the same"
