@@ -458,7 +458,7 @@ HEAD = (
 
 
 def arguments_of() -> argparse.Namespace:
-    options = parser(__doc__, quick=f"{len(QUICK)} kinds of fault, once each, and no pairs", rounds=3, seed=True)
+    options = parser(__doc__, quick=f"{len(QUICK)} kinds of fault, once each, no pairs", rounds=3, seed=True)
     options.add_argument(
         "--only",
         choices=list(BY_NAME),
