@@ -106,7 +106,8 @@ def what_others_delete_comes_back(ground: Ground) -> None:
     with ground.operator():
         ground.apply(**SPEC)
         ground.ready()
-        time.sleep(1.0)  # the operator must have read its own status, or it reconciles for that reason
+        # An operator that has yet to read its own status reconciles for that, and restores the Service by chance.
+        time.sleep(1.0)
         ground.api.delete(_SERVICE, "r", ground.namespace)
         eventually(lambda: ground.api.get(_SERVICE, "r", ground.namespace), bool, _SECONDS)
 
