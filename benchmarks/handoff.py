@@ -461,10 +461,11 @@ def main() -> int:
             found = split if way == SPLIT else fleets["read"]
             return serve(found, lengths, next(numbers[way]), beside_tokens)
 
+        # A drain ends a replica, which has to start again for whatever comes next.
         calls: dict[str, Callable[[], list[Pause] | Round]] = {
-            name: partial(drained, name) for name in fleets
+            way: partial(answered, way) for way in (MIXED, SPLIT)
         }
-        calls |= {way: partial(answered, way) for way in (MIXED, SPLIT)}
+        calls |= {name: partial(drained, name) for name in fleets}
         every = [*fleets.items(), (SPLIT, split)]
         try:
             for name, one in every:

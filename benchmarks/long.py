@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cache
@@ -44,8 +44,8 @@ SHARED = (
     "tests/forked_part.py", "tests/frames.py", "tests/otlp_collector.py",
 )  # fmt: skip
 """The files that any row may read, beside its own folder of tests."""
-HELPERS = ("benchmarks/harness.py", "benchmarks/served.py")
-"""The files that a row reads if it reads any benchmark."""
+QUICK_RUN = re.compile(r"tests/contracts/test_benchmarks\.py::\w+\[(\w+)\]")
+"""A row that runs a benchmark, with that benchmark's name."""
 COMMANDS = (
     "listing", "model_shapes", "plan_command", "profile_command", "reference", "render_command", "replica_snapshot",
     "simulate_command", "top_command", "top_page", "trace_command",
@@ -68,7 +68,7 @@ READ = {
 }  # fmt: skip
 """The further files that the rows of a folder read, as git's pathspecs; rows of other folders may read `ANYTHING`."""
 ANYTHING = (
-    "benchmarks/*.py", ":(exclude)benchmarks/long*.py", "charts", "cli", "core", "crds", "dashboards", "docs/chart-findings.md",
+    "charts", "cli", "core", "crds", "dashboards", "docs/chart-findings.md",
     "examples", "operator", "papers", "release", "router", "sim", "tests/cluster", "worker",
 )  # fmt: skip
 _IMPORT = re.compile(r"^ *(from \S+ import (?:\([^)]*\)|.*))", re.MULTILINE)
@@ -250,7 +250,8 @@ def _commit(test: str) -> str:
 def read_by(test: str) -> list[str]:
     """Return pathspecs of the files that a row may read.
 
-    Of the Python files in its folder, these are its own tests and what they need; of the benchmarks, those that they name.
+    Of the Python files in its folder, these are its own tests and what they need; of the benchmarks, those that
+    they run or name.
     """
     name = test.partition("::")[0]
     folder = name if name == test else str(Path(name).parent)
@@ -264,13 +265,32 @@ def read_by(test: str) -> list[str]:
     needed = _needed(own, beside)
     others = [f":(exclude){path.relative_to(ROOT)}" for path in sorted(beside - needed)]
     texts = [path.read_text() for path in needed if _is_test(path)]
-    benchmarks = [
-        f"benchmarks/{path.name}"
-        for path in sorted((ROOT / "benchmarks").glob("*.py"))
-        if any(f'"{path.name}"' in text or f'benchmark("{path.stem}")' in text for text in texts)
-    ]
-    helpers = HELPERS if benchmarks else ()
-    return [*SHARED, folder, *others, *benchmarks, *helpers, *READ.get(folder, ANYTHING)]
+    benchmarks = [f"benchmarks/{path.name}" for path in sorted(_benchmarks(test, texts))]
+    return [*SHARED, folder, *others, *benchmarks, *READ.get(folder, ANYTHING)]
+
+
+def _benchmarks(test: str, texts: Iterable[str]) -> set[Path]:
+    """Return the benchmark that a row runs, those that its tests name in `texts`, and what these import or name."""
+    every = set((ROOT / "benchmarks").glob("*.py"))
+    if quick := QUICK_RUN.fullmatch(test):
+        found = new = {path for path in every if path.stem == quick[1]}
+    else:
+        found = new = {
+            path
+            for path in every
+            if any(f'"{path.name}"' in text or f'benchmark("{path.stem}")' in text for text in texts)
+        }
+    while new:
+        texts = [path.read_text() for path in new]
+        new = {path for path in every - found if any(_names(text, path) for text in texts)}
+        found = found | new
+    return found
+
+
+def _names(text: str, benchmark: Path) -> bool:
+    """Return whether a benchmark's text imports another, or names its file."""
+    pattern = rf'^(from|import) {benchmark.stem}\b|"{re.escape(benchmark.name)}"'
+    return re.search(pattern, text, re.MULTILINE) is not None
 
 
 def _needed(tests: set[Path], beside: set[Path]) -> set[Path]:

@@ -128,10 +128,10 @@ def manifest(folder: Path, checkpoint: Path, pool_tokens: int) -> tuple[Path, st
 
 
 def main() -> int:
-    options = parser(__doc__, quick="one round, and a pool of 16,384 tokens instead of 65,536", rounds=3)
+    options = parser(__doc__, quick="one round, and a pool of 4,096 tokens instead of 65,536", rounds=3)
     arguments = options.parse_args()
     rounds, pool_tokens, chat_tokens = (
-        (1, 16_384, 500) if arguments.quick else (arguments.rounds, 65_536, 2_000)
+        (1, 4096, 200) if arguments.quick else (arguments.rounds, 65_536, 2_000)
     )
     stream_tokens = int(0.49 * pool_tokens)
     with tempfile.TemporaryDirectory() as directory:

@@ -7,18 +7,24 @@
 
 For each length, one prompt holds 11 passkeys at even depths. It is computed once. Then a question after the prompt asks
 for each passkey, over the cached KV and greedily (`docs/needle.md` explains how the model finds it). There are three
-shapes: one rank with two threads, two stages (SPP2), and four lanes that hold a quarter of the text each (KVP4). In a
-fourth shape, the pool of one rank holds a quarter of the text, or --pool-tokens, and the rest is streamed from host memory
-(docs/kv-tiers.md). A text that the pool holds is not streamed. Streamed KV is not shared, so there each question computes the whole prompt; beyond 32K tokens, only
-those at the depths 0, 50 and 100 % are asked, and the time of the prefill is the mean of theirs. Four shapes have KV in FP8: of the
-preset for it on one rank and on four lanes, and two of the preset for float32 on one rank. Its scores do not survive the rounding with
-scales that follow from the weights, and in most texts they do with scales that `medha model kv-scales` measures (docs/needle.md).
+shapes: one rank with two threads, two stages (SPP2), and four lanes that hold a quarter of the text each (KVP4).
 
-The goal of recall is 1. There is no goal for the preset for float32 in FP8: its margins are not made for that rounding. The goal of growth is an exponent of 2: twice the tokens have four times the (query, key)
-pairs. Growth is that of the ranks' CPU time, which other load disturbs less than wall-clock time.
+In a fourth shape, `streamed`, the pool of one rank holds a quarter of the text, or --pool-tokens, and the rest is streamed
+from host memory (docs/kv-tiers.md). A text that the pool holds is not streamed. Streamed KV is not shared, so each question
+computes the whole prompt. Beyond 32K tokens, only those at the depths 0, 50 and 100 % are asked, and the time of the
+prefill is the mean of theirs.
 
-With --json, the file's rows are kept unless they are measured again, so a long campaign can be run in pieces
-(--length, --shape). If it ends amid the questions about a long streamed text, the next run goes on behind the last answer. --html writes a page with the plot, which needs no network. --plot-only measures nothing.
+Four shapes have KV in FP8: of the preset for it on one rank and on four lanes, and two of the preset for float32 on one
+rank. The scores of the latter do not survive the rounding with scales that follow from the weights. In most texts they do
+with scales that `medha model kv-scales` measures (docs/needle.md).
+
+The goal of recall is 1. There is no goal for the preset for float32 in FP8: its margins are not made for that rounding. The
+goal of growth is an exponent of 2: twice the tokens have four times the (query, key) pairs. Growth is that of the ranks'
+CPU time, which other load disturbs less than wall-clock time.
+
+With --json, the file's rows are kept unless they are measured again, so a long campaign can be run in pieces (--length,
+--shape). A run that was stopped between two questions about a long streamed text continues with the next question. --html
+writes a page with the plot, which needs no network. --plot-only measures nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +77,8 @@ IN_FP8 = {
 SCALE_TOKENS = 4096
 """Random tokens that scales are measured with: the default of `medha model kv-scales`."""
 ALL_STREAMED = 32_768  # tokens up to which all questions are asked about a text that is streamed
-QUICK = 8192
+QUICK_LENGTH = 4096
+QUICK_SHAPES = ["one rank", "KVP4", STREAMED, "FP8"]
 ROOM_TOKENS = 32  # for a question and its answer
 KV_BYTES_PER_TOKEN = 1024
 LEAST_POOL_TOKENS = 2**20 // KV_BYTES_PER_TOKEN
@@ -81,7 +88,7 @@ Row = dict[str, Any]
 
 
 def main() -> int:
-    options = parser(__doc__, quick=f"up to {QUICK} tokens", seed=True)
+    options = parser(__doc__, quick=f"{QUICK_LENGTH} tokens in four of the shapes", seed=True)
     options.add_argument("--length", type=int, action="append", help="only this one, tokens; may be repeated")
     options.add_argument("--shape", choices=SHAPES, action="append", help="only this one; may be repeated")
     text = f"tokens whose KV the pool of the shape {STREAMED} holds (default: a quarter of the text)"
@@ -89,8 +96,8 @@ def main() -> int:
     options.add_argument("--html", type=Path, metavar="FILE", help="write the plot there")
     options.add_argument("--plot-only", action="store_true", help="plot the rows of --json")
     arguments = options.parse_args()
-    lengths = arguments.length or [length for length in LENGTHS if not arguments.quick or length <= QUICK]
-    shapes = arguments.shape or list(SHAPES)
+    lengths = arguments.length or ([QUICK_LENGTH] if arguments.quick else LENGTHS)
+    shapes = arguments.shape or (QUICK_SHAPES if arguments.quick else list(SHAPES))
     if arguments.pool_tokens and (STREAMED not in shapes or arguments.pool_tokens < LEAST_POOL_TOKENS):
         options.error(
             f"--pool-tokens {arguments.pool_tokens} must be at least {LEAST_POOL_TOKENS}, and go with --shape {STREAMED}"
@@ -103,8 +110,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as scratch:
             for preset in ("needle", "needle-fp8"):
                 init_checkpoint(Path(scratch) / preset, preset=preset, seed=0)
-            scaled = Path(shutil.copytree(Path(scratch) / "needle", Path(scratch) / SCALED))
-            write_scales(scaled, measure_scales(scaled, random_sequences(scaled, SCALE_TOKENS, seed=0)))
+            if MEASURED_IN_FP8 in shapes:
+                scaled = Path(shutil.copytree(Path(scratch) / "needle", Path(scratch) / SCALED))
+                write_scales(scaled, measure_scales(scaled, random_sequences(scaled, SCALE_TOKENS, seed=0)))
 
             def keep(row: Row) -> None:
                 rows[:] = [

@@ -18,7 +18,7 @@ The API server is real (tests/cluster), and all processes are on this machine:
 * alone: the same as *pods* for one replica at a time, in turn with its StatefulSets, on a control plane that has nothing
   else to do.
 
-The exit status is 1 if a claim does not hold. (A script called `operator.py` would hide Python's module of that name from
+The exit status is 1 if a claim does not hold; the goals are those for up to 1,000 replicas, so a quick run only prints them. (A script called `operator.py` would hide Python's module of that name from
 all that it imports.)
 """
 
@@ -566,8 +566,8 @@ def claims(writes: list[Row], pods: list[Row]) -> list[Row]:
 
 
 def main() -> int:
-    arguments = parser(__doc__, quick="100 replicas, and no pods").parse_args()
-    rounds = {100: 3} if arguments.quick else {100: 3, 300: 1, 1000: 1}
+    arguments = parser(__doc__, quick="100 replicas, once, and no pods").parse_args()
+    rounds = {100: 1} if arguments.quick else {100: 3, 300: 1, 1000: 1}
     writes, pods, lists, alone = [], [], None, None
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="medha-scale-") as folder:
@@ -589,7 +589,7 @@ def main() -> int:
     minutes = (time.monotonic() - began) / 60
     found = [*claims(writes, pods), claim("the whole run", minutes, "minutes", MOST_MINUTES)]
     figures = {"writes": writes, "pods": pods, "lists": lists, "alone": alone, "cores": psutil.cpu_count()}
-    return report(found, arguments.json, figures, strict=True)
+    return report(found, arguments.json, figures, strict=not arguments.quick)
 
 
 if __name__ == "__main__":

@@ -120,6 +120,15 @@ def test_a_row_reads_of_its_folder_what_its_own_tests_need(
     assert not set(leaves) & names
 
 
+def test_a_quick_run_reads_its_benchmark_and_what_that_needs_and_no_other() -> None:
+    read = files_read_by(
+        "tests/contracts/test_benchmarks.py::test_a_quick_run_ends_and_writes_its_claims[convoy]"
+    )
+    benchmarks = {Path(path).stem for path in read if path.startswith("benchmarks/")}
+    assert benchmarks == {"convoy", "convoy_llama", "convoy_trace", "harness", "served"}
+    assert "worker/medha_worker/rank/process.py" in read
+
+
 @pytest.mark.parametrize(
     ("edited", "text", "holds_until_commit", "holds"),
     [
