@@ -461,7 +461,7 @@ def main() -> int:
             found = split if way == SPLIT else fleets["read"]
             return serve(found, lengths, next(numbers[way]), beside_tokens)
 
-        # A drain ends a replica, which has to start again for whatever comes next.
+        # Drains come last: each ends a replica, which has to start again before anything else is measured.
         calls: dict[str, Callable[[], list[Pause] | Round]] = {
             way: partial(answered, way) for way in (MIXED, SPLIT)
         }

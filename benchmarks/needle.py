@@ -14,9 +14,9 @@ from host memory (docs/kv-tiers.md). A text that the pool holds is not streamed.
 computes the whole prompt. Beyond 32K tokens, only those at the depths 0, 50 and 100 % are asked, and the time of the
 prefill is the mean of theirs.
 
-Four shapes have KV in FP8: of the preset for it on one rank and on four lanes, and two of the preset for float32 on one
-rank. The scores of the latter do not survive the rounding with scales that follow from the weights. In most texts they do
-with scales that `medha model kv-scales` measures (docs/needle.md).
+Four more shapes have KV in FP8. Two serve the preset that is made for it, on one rank and on four lanes. Two serve the preset
+for float32 on one rank, whose scores do not survive the rounding with scales that follow from the weights; in most texts,
+they do with scales that `medha model kv-scales` measures (docs/needle.md).
 
 The goal of recall is 1. There is no goal for the preset for float32 in FP8: its margins are not made for that rounding. The
 goal of growth is an exponent of 2: twice the tokens have four times the (query, key) pairs. Growth is that of the ranks'

@@ -18,8 +18,8 @@ The API server is real (tests/cluster), and all processes are on this machine:
 * alone: the same as *pods* for one replica at a time, in turn with its StatefulSets, on a control plane that has nothing
   else to do.
 
-The exit status is 1 if a claim does not hold; the goals are those for up to 1,000 replicas, so a quick run only prints them. (A script called `operator.py` would hide Python's module of that name from
-all that it imports.)
+The exit status is 1 if a claim does not hold. The goals are set for the full run, with up to 1,000 replicas, so a quick run
+only prints them. (A script called `operator.py` would hide Python's module of that name from all that it imports.)
 """
 
 from __future__ import annotations
