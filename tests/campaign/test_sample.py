@@ -15,11 +15,11 @@ import pytest
 from campaign.runner import Plan, Stage
 
 SAMPLE = (
-    Plan("update", "kill-after", 7),  # a StatefulSet
     Plan("scale", "answers", 1),
     Plan("delete", "kill-ending", 5),
 )
 FURTHER = (
+    Plan("update", "kill-after", 7),  # a StatefulSet
     Plan("update", "kill-before", 24),  # among the ends of old pods
     Plan("update", "events", 1),
     Plan("scale", "kill-after", 21),

@@ -18,6 +18,9 @@ from cluster.definitions import wait_until_established
 
 pytestmark = pytest.mark.timeout(300)  # whoever comes first starts an API server and fetches definitions
 
+SAMPLE = ("defaults", "everything", "within namespaces", "a pool of routers")
+"""Tables of values that each run installs; `make test-long` has the others."""
+
 REPLICA = json.dumps(
     {
         "apiVersion": "medha.dev/v1alpha1",
@@ -57,7 +60,9 @@ def columns(plane: ControlPlane) -> list[str]:
     return [each["name"] for each in crd["spec"]["versions"][0]["additionalPrinterColumns"]]
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(
+    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.long) for name in TABLE]
+)
 def test_the_api_server_accepts_every_object(helm: Helm, accepting: ControlPlane, name: str) -> None:
     manifests = helm.render(**TABLE[name])
     for manifest in manifests:
@@ -80,6 +85,7 @@ def test_the_api_server_accepts_every_object(helm: Helm, accepting: ControlPlane
     assert [each["kind"] for each in received] == [each["kind"] for each in manifests]
 
 
+@pytest.mark.long
 def test_an_upgrade_changes_the_definitions_and_keeps_every_replica(
     installer: Helm, accepting: ControlPlane, tmp_path: Path
 ) -> None:

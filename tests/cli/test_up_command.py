@@ -122,6 +122,7 @@ def test_it_shows_a_url_that_answers_and_stops_on_ctrl_c_without_a_trace(up: Up,
     assert "POST /v1/chat/completions 200 id=my-trace-7 model=tiny outcome=" in up.output
 
 
+@pytest.mark.long
 def test_clients_with_keys_are_served_by_tls_and_share_no_cached_prompt(
     manifest: Path, tmp_path: Path
 ) -> None:
@@ -282,6 +283,7 @@ def test_a_signal_while_it_starts_ends_it_and_leaves_nothing(
         clear(up)
 
 
+@pytest.mark.long
 def test_in_a_terminal_it_shows_how_far_it_is_and_a_closed_terminal_ends_it(
     manifest: Path, tmp_path: Path
 ) -> None:

@@ -86,7 +86,10 @@ MODULES = (
         (f"{_HELM}.k8sVersionMajor={_MAJOR}", f"{_HELM}.k8sVersionMinor={_MINOR}"),
     ),
     Module("kwok", {"kwok": "sigs.k8s.io/kwok/cmd/kwok"}),
-    Module("coredns", {"coredns": "github.com/coredns/coredns"}),
+    # Only with the plugins that the clusters use, which takes half the time.
+    Module(
+        "coredns", {"coredns": "medha.dev/tests/cluster/coredns"}, sources=("go.mod", "go.sum", "main.go")
+    ),
     Module("kube-score", {"kube-score": "github.com/zegl/kube-score/cmd/kube-score"}),
     Module(
         "pod",
@@ -115,7 +118,11 @@ MODULES = (
         is_for_long_tests=True,
     ),
     # An S3-compatible service on a directory: three minutes of processor time.
-    Module("object-store", {"versitygw": "github.com/versity/versitygw/cmd/versitygw"}),
+    Module(
+        "object-store",
+        {"versitygw": "github.com/versity/versitygw/cmd/versitygw"},
+        is_for_long_tests=True,
+    ),
     Module("send", {"send": "medha.dev/tests/cluster/send"}, sources=("go.mod", "main.go")),
     # The last version of the extension that has a picker of its own, beside one for tests of gateways.
     Module(

@@ -20,7 +20,7 @@ from cluster.conftest import hello_image, skipping_what_cannot_run
 from cluster.namespaces import Hierarchy, check_machine, hierarchies
 from cluster.test_nodes import deployed
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 TESTS = Path(__file__).resolve().parents[1]
 RESTLESS = re.compile(
     "/proc/sys/(fs/(dentry-state|file-nr|inode-.*)|kernel/(ns_last_pid|random/.*|pty/nr|perf_.*)|fs/quota/.*)"
@@ -125,9 +125,9 @@ def assert_soon_as(before: Host, starter: int) -> None:
     ("shape", "ended"),
     [
         ("one-node", signal.SIGKILL),
-        pytest.param("one-node", signal.SIGINT, marks=pytest.mark.long),
-        pytest.param("two-nodes", signal.SIGKILL, marks=pytest.mark.long),
-        pytest.param("two-nodes", signal.SIGINT, marks=pytest.mark.long),
+        ("one-node", signal.SIGINT),
+        ("two-nodes", signal.SIGKILL),
+        ("two-nodes", signal.SIGINT),
     ],
 )
 def test_the_host_is_as_before_and_only_cgroups_are_there_meanwhile(

@@ -514,6 +514,7 @@ def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first:
     eventually(lambda: everything(cluster) - at_first, lambda left: not left, 90)
 
 
+@pytest.mark.long
 def test_a_replica_that_is_deleted_while_no_operator_runs_leaves_nothing(
     cluster: Cluster, at_first: set[str]
 ) -> None:

@@ -233,7 +233,7 @@ HOST_PATH = {"model": {"name": "m", "source": {"hostPath": {"path": "/models/m"}
 @pytest.mark.parametrize(
     ("level", "spec", "fix"),
     [
-        ("baseline", HOST_PATH, "model.source.pvc"),
+        pytest.param("baseline", HOST_PATH, "model.source.pvc", marks=pytest.mark.long),
         ("restricted", HOST_PATH, "model.source.pvc"),
         ("restricted", {}, ""),
     ],
@@ -332,7 +332,14 @@ def test_what_somebody_adds_where_it_does_harm_is_taken_away_and_labels_stay(
     ready(api, "r", home)
 
 
-@pytest.mark.parametrize("kind", ["Service", "NetworkPolicy", "StatefulSet"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "StatefulSet",
+        pytest.param("Service", marks=pytest.mark.long),
+        pytest.param("NetworkPolicy", marks=pytest.mark.long),
+    ],
+)
 def test_what_belongs_to_somebody_else_is_never_overwritten(
     running: Operator, api: Api, home: str, kind: str
 ) -> None:
@@ -509,6 +516,7 @@ def frozen_config_maps(api: Api, namespace: str) -> Iterator[None]:
         api.call("DELETE", f"{path.removesuffix('ies')}ybindings/frozen")
 
 
+@pytest.mark.long
 def test_what_alerts_go_by_while_a_write_is_refused_or_pods_are_suspended(
     running: Operator, api: Api
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_second_operator_takes_over_at_once_when_the_first_ends_well(
             assert eventually(holder, lambda seen: seen == "default/second") == "default/second"
 
 
+@pytest.mark.long
 def test_what_a_stopped_holder_still_had_to_write_does_not_survive(
     controlled: ControlPlane, api: Api, home: str, tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ class CountedLists(Fault):
         return body
 
 
+@pytest.mark.long
 def test_at_rest_a_resync_writes_nothing(
     controlled: ControlPlane, api: Api, home: str, tmp_path: Path
 ) -> None:

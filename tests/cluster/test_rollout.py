@@ -135,6 +135,7 @@ def test_kopf_writes_nothing_to_a_deployment_and_the_operator_only_its_status(ap
     assert "annotations" not in metadata
 
 
+@pytest.mark.long
 def test_draining_a_node_ends_and_two_serve_meanwhile(plane: ControlPlane, api: Api) -> None:
     apply(api)
     complete(api)
@@ -239,6 +240,7 @@ def test_with_all_nodes_cordoned_a_lone_replica_serves_on_and_a_drain_ends_once_
     plane.kubectl("delete", "node", "kwok-new")
 
 
+@pytest.mark.long
 def test_a_pod_that_could_only_come_back_to_its_cordoned_node_is_left_there(
     plane: ControlPlane, api: Api
 ) -> None:

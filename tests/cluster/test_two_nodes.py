@@ -12,7 +12,7 @@ from cluster.conftest import hello_image, skipping_what_cannot_run
 from cluster.nodes import Cluster, two_nodes
 from cluster.test_nodes import deployed
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ def test_a_stream_waits_for_each_chunk_to_pass_all_stages() -> None:
     assert 4 * last < 1.05 * found.p95_gap_seconds < 1.2 * 4 * last
 
 
+@pytest.mark.long
 def test_lanes_join_as_the_kv_grows_and_keep_steps_as_short() -> None:
     tokens = 2 * TOKENS_PER_LANE + 4096
     three, one = (done(static(Topology(8, 1, lanes), tokens, 4096)) for lanes in (4, 1))

@@ -161,6 +161,7 @@ def test_a_stage_fetches_the_files_of_its_layers_once(
     assert hub_in_parts.asked == []
 
 
+@pytest.mark.long
 def test_a_model_that_only_the_spec_makes_servable_is_fetched(tmp_path: Path) -> None:
     """A window that the family does not have does not bind prompts that are shorter."""
     llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "sliding_window": 128}
@@ -270,6 +271,7 @@ def test_the_volume_of_a_cache_is_the_one_that_the_spec_names() -> None:
     assert rendered(COMMIT).model_volume["emptyDir"] == {}
 
 
+@pytest.mark.long
 def test_a_pod_waits_for_a_file_that_another_one_fetches_and_fetches_others_meanwhile(
     hub_in_parts: Hub, tmp_path: Path, shared: Path
 ) -> None:
@@ -304,6 +306,7 @@ def test_a_container_that_is_killed_keeps_the_files_that_it_had(hub_in_parts: Hu
     assert hub_in_parts.asked == SHARDS[2:]
 
 
+@pytest.mark.long
 def test_parts_that_a_killed_container_has_left_are_removed_when_they_are_old(
     hub: Hub, tmp_path: Path
 ) -> None:
@@ -380,6 +383,7 @@ def test_a_file_of_a_cache_that_has_changed_is_fetched_again(
     assert hub.asked == [name]
 
 
+@pytest.mark.long
 def test_a_file_that_was_only_touched_is_compared_and_kept(hub: Hub, tmp_path: Path) -> None:
     replica = rendered(COMMIT)
     fetched(replica, hub, tmp_path)
@@ -397,6 +401,7 @@ def test_a_file_that_is_damaged_on_the_way_is_fetched_again(hub: Hub, tmp_path: 
     assert (tmp_path / "model" / name).read_bytes() == FILES[name]
 
 
+@pytest.mark.long
 def test_a_file_that_is_damaged_each_time_is_not_kept(hub: Hub, tmp_path: Path) -> None:
     hub.damages["model.safetensors"] = 2
     said = failed(rendered(COMMIT), hub, tmp_path)
@@ -440,6 +445,7 @@ def test_a_branch_is_taken_as_it_was_if_the_hub_does_not_answer(
     assert "revision other cannot be fetched" in failed(rendered("other"), no_hub, tmp_path, **offline)
 
 
+@pytest.mark.long
 def test_a_branch_that_has_moved_costs_the_files_that_differ(hub_in_parts: Hub, tmp_path: Path) -> None:
     fetched(rendered("v2"), hub_in_parts, tmp_path)
     hub_in_parts.commit, hub_in_parts.files[SHARDS[1]] = NEXT_COMMIT, b"trained on"
@@ -453,6 +459,7 @@ def test_a_branch_that_has_moved_costs_the_files_that_differ(hub_in_parts: Hub, 
     assert not (tmp_path / "model" / "model.safetensors.index.json").exists(), "ranks would read by it"
 
 
+@pytest.mark.long
 def test_only_a_file_that_was_fetched_is_removed_if_the_repository_has_it_no_more(
     hub: Hub, tmp_path: Path
 ) -> None:

@@ -278,6 +278,7 @@ def _part_of(run: Run, name: str) -> psutil.Process:
                     return child
 
 
+@pytest.mark.long
 def test_it_ends_although_nobody_ever_reads_what_it_shows(start: Start) -> None:
     run = start(rank_0="chatty")
     run.until("READY")
@@ -312,6 +313,7 @@ def notify_socket(run: Run) -> str:
     return run.part("rank 0").environ()["NOTIFY_SOCKET"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_of_the_machine_can_neither_kill_nor_hold_up_anything(start: Start) -> None:
     run = start(rank_0="beat")
@@ -332,6 +334,7 @@ def test_another_user_of_the_machine_can_neither_kill_nor_hold_up_anything(start
     assert run.end() == 0
 
 
+@pytest.mark.long
 def test_a_flood_of_datagrams_kills_no_part_and_does_not_hold_up_the_end(start: Start) -> None:
     run = start(rank_0="beat")
     run.until("READY")

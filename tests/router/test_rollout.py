@@ -60,6 +60,7 @@ def test_it_wants_requests_once_all_declared_replicas_have_joined_and_from_then_
         assert accepting(router)[0] == 200, "it answers why, instead of nobody"
 
 
+@pytest.mark.long
 def test_it_waits_for_a_replica_that_never_comes_only_so_long(tmp_path: Path) -> None:
     models = declare(tmp_path, replicas=1)
     with running_router(tmp_path, models_directory=str(models), join_seconds=5) as router:
@@ -97,6 +98,7 @@ def test_a_router_that_stops_serves_all_who_find_it_and_ends_their_connections(
     assert router.process.wait(timeout=20) == 0
 
 
+@pytest.mark.long
 def test_a_connection_that_was_open_before_the_drain_gets_one_more_answer_and_a_new_one_is_too_late(
     leaving: tuple[Router, ScriptedReplica], bundle: Bundle
 ) -> None:

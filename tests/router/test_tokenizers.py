@@ -527,6 +527,7 @@ def test_a_file_that_is_nested_too_deeply_is_refused(name: str, tmp_path: Path) 
         read_bundle(tmp_path)
 
 
+@pytest.mark.long
 def test_the_fix_that_the_error_names_makes_the_checkpoint_serve(tmp_path: Path) -> None:
     config = {"tokenizer_class": "CodeLlamaTokenizer", "additional_special_tokens": ["<|im|>"]}
     one = Made("llama 2", config=config)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)  # it starts everything two or three times
 @pytest.mark.parametrize(
     ("grid", "runs"),
     [
-        pytest.param({}, ("first", "second"), id="one rank"),
+        pytest.param({}, ("first", "second"), id="one rank", marks=pytest.mark.long),
         pytest.param({}, ("first", "damaged"), id="one rank, damaged files", marks=pytest.mark.long),
         pytest.param({"stream": 2}, ("first", "second", "damaged"), id="two stages", marks=pytest.mark.long),
     ],

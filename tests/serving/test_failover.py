@@ -14,7 +14,7 @@ from benchmark import benchmark
 TOKENS = 600  # so many that no stream ends before its replica is lost
 SILENCE_SECONDS = 6.0
 KINDS = (
-    "kill controller",  # its connection ends
+    pytest.param("kill controller", marks=pytest.mark.long),  # its connection ends
     pytest.param("cut", marks=pytest.mark.long),  # it is silent
     pytest.param("drain", marks=pytest.mark.long),
     pytest.param("stop rank", marks=pytest.mark.long),

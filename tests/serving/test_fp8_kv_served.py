@@ -18,7 +18,8 @@ BLOCK_TOKENS, POOL_BYTES = 16, 2**20
 PROMPT = [5 + position * position % 91 for position in range(400)]
 
 
-@pytest.mark.parametrize("lanes", [1, pytest.param(2, marks=pytest.mark.long)], ids=["one rank", "two lanes"])
+@pytest.mark.long
+@pytest.mark.parametrize("lanes", [1, 2], ids=["one rank", "two lanes"])
 def test_pools_have_room_for_a_byte_for_each_number(lanes: int, checkpoint: Path, tmp_path: Path) -> None:
     config = ModelConfig.from_directory(checkpoint)
     numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim

@@ -19,10 +19,12 @@ from medha_worker.checkpoints.presets import init_checkpoint
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 from .test_failures import BODY, processes, streamed
 
+pytestmark = pytest.mark.long
+
 BLOCK_TOKENS, WINDOW_TOKENS = 16, 64
 LONG_PROMPT = [12 + position * position % 91 for position in range(350)]
 """Several windows, chunks and shares of a lane."""
-MANY_CANCELS, FEW_CANCELS = 200, 40
+CANCELS = 200
 UNUSED = {"free", "cached"}
 """States of blocks that no sequence has."""
 
@@ -78,8 +80,6 @@ LAYOUTS = {
     "experts in AWQ": Layout({"architecture": "qwen3_moe", "quantisation": "awq"}, ONE),
     "experts on tensor ranks": Layout({"architecture": "mixtral"}, TENSOR),
 }
-CHEAP = "windows of gemma3"
-ROWS = [pytest.param(name, id=name, marks=() if name == CHEAP else pytest.mark.long) for name in LAYOUTS]
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Replica:
         return queried, hit
 
 
-@pytest.fixture(scope="module", params=ROWS)
+@pytest.fixture(scope="module", params=LAYOUTS)
 def replica(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
     layout = LAYOUTS[request.param]
     folder = tmp_path_factory.mktemp("layout")
@@ -186,9 +186,8 @@ def test_after_random_cancels_no_block_is_held_and_texts_are_as_before(replica: 
     replica.served.wait_idle()
     before, ended = replica.totals(), replica.num_ended()
     assert not any(blocks for (_, _, state), blocks in before.items() if state != "unused")
-    count = FEW_CANCELS if replica.layout is LAYOUTS[CHEAP] else MANY_CANCELS
     rng, cancelled = random.Random(3), 0
-    while cancelled < count:  # a few clients leave before their request has arrived
+    while cancelled < CANCELS:  # a few clients leave before their request has arrived
         asyncio.run(cancel_many(replica.served, 20, rng))
         replica.served.wait_idle()
         added = replica.num_ended() - ended

@@ -25,6 +25,8 @@ from medha_worker.checkpoints.presets import init_checkpoint
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 
+pytestmark = pytest.mark.long
+
 BLOCK_TOKENS = 16
 KV_BYTES_PER_TOKEN = 1024
 ROOM_TOKENS = 32  # for a question and its answer
@@ -158,7 +160,6 @@ def test_a_chat_about_a_long_text_answers_with_the_passkey(
             assert answer.choices[0].message.content == f" {passkey}"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("length", [SHORT[-1], 65_536])
 def test_passkeys_on_four_lanes_are_found_and_lost_with_the_lane_that_holds_them(
     needle: Path,
@@ -194,7 +195,6 @@ def test_passkeys_on_four_lanes_are_found_and_lost_with_the_lane_that_holds_them
     assert lost == [{1}, {2}, set(range(LANES))]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("shape", ["one rank", "SPP2", "KVP4"])
 @pytest.mark.parametrize("length", [*SHORT, *LONG])
 def test_every_passkey_is_found_in_long_texts(
@@ -220,7 +220,6 @@ def right_in_fp8(directory: Path, folder: Path, shape: str) -> list[bool]:
     return [found[name] == passkey for name, passkey in expected(text).items()]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("shape", GRIDS)
 def test_every_passkey_is_found_in_fp8_by_the_preset_for_it(tmp_path: Path, shape: str) -> None:
     directory = tmp_path / "needle-fp8"
@@ -228,7 +227,6 @@ def test_every_passkey_is_found_in_fp8_by_the_preset_for_it(tmp_path: Path, shap
     assert all(right_in_fp8(directory, tmp_path, shape))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("shape", GRIDS)
 def test_nearly_every_passkey_is_found_in_fp8_with_measured_scales(
     needle: Path, tmp_path: Path, shape: str

@@ -339,6 +339,7 @@ def test_a_prompt_beyond_the_models_length_gets_openais_error(served: Served, cl
     assert str(2**20) in caught.value.message
 
 
+@pytest.mark.long
 def test_64_chats_that_name_no_max_tokens_run_at_once(served: Served) -> None:
     """Each reserves its class's default output, not the million tokens that the model could write."""
     most = 0

@@ -103,7 +103,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
     ("method", "shape"),
     [
         pytest.param("promptLookup", {}, marks=pytest.mark.long),
-        ("itself", {}),
+        pytest.param("itself", {}, marks=pytest.mark.long),
         pytest.param("another", {}, marks=pytest.mark.long),
         pytest.param("promptLookup", {"stream": 2, "kv": 2}, marks=pytest.mark.long),
         pytest.param("itself", {"tensor": 2, "stream": 2}, marks=pytest.mark.long),

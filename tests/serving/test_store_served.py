@@ -57,6 +57,7 @@ def wait_written(served: Served, timeout_seconds: float = 30) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_a_second_replica_reads_what_the_first_has_computed(checkpoint: Path, tmp_path: Path) -> None:
     config = ModelConfig.from_directory(checkpoint)
     token_bytes = 4 * 2 * config.num_layers * config.num_kv_heads * config.head_dim

@@ -13,6 +13,8 @@ from medha_worker.checkpoints.presets import init_checkpoint
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 from .test_tools import ASKED, CLASSES, TOOLS
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:

@@ -118,6 +118,7 @@ def prefill(found: dict[str, Any]) -> dict[str, Any] | None:
     return next((one for one in found["status"]["core"]["requests"] if one["phase"] == "prefill"), None)
 
 
+@pytest.mark.long
 def test_a_long_prefill_is_seen_to_progress_while_a_chat_decodes_beside_it(load: Load, folder: Path) -> None:
     seen: list[dict[str, Any]] = []
     ids: set[str] = set()
@@ -156,6 +157,7 @@ def test_a_snapshot_is_readable_text_and_never_the_users(load: Load, folder: Pat
         assert SECRET not in output
 
 
+@pytest.mark.long
 def test_orders_and_sizes_reach_the_controller(load: Load, folder: Path) -> None:
     while load.is_alive():
         core = snapshot(folder, "--sort", "prompt", "--requests", "1")["status"]["core"]
@@ -355,6 +357,7 @@ def test_the_trace_shows_chunks_of_one_prompt_in_both_stages_at_once(
     assert SECRET not in (folder / "trace.json").read_text()
 
 
+@pytest.mark.long
 def test_a_running_replica_is_recorded_for_a_while_and_again(served: Served, tmp_path: Path) -> None:
     address = re.search(r"(http://\S+:\d+)/metrics\s+\(scheduling\)", "".join(served.lines))
     assert address

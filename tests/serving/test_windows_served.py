@@ -9,11 +9,14 @@ import re
 from pathlib import Path
 
 import httpx
+import pytest
 
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.model_config import ModelConfig
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
+
+pytestmark = pytest.mark.long
 
 BLOCK_TOKENS, WINDOW_TOKENS, CHUNK_TOKENS = 16, 64, 256
 WHOLE_BLOCKS = 200  # that the memory would hold if all layers kept their KV: fewer than the prompt takes

@@ -371,6 +371,7 @@ def test_guesses_that_are_never_right_make_nothing_slower_than_by_5_percent(meth
         assert (guessed.ended_at or inf) <= 1.05 * (record.ended_at or 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "acceptance", "gaps_seconds"),
     [("promptLookup", 0.7, (0.2, 0.05, 0.02)), ("draftModel", 0.9, (0.2, 0.1, 0.05))],

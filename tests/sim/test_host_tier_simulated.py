@@ -28,6 +28,7 @@ def deployment(host_bytes: int) -> Deployment:
     return deployment_of(spec, H100, LLAMA3_8B)
 
 
+@pytest.mark.long
 def test_chats_whose_kv_exceeds_the_pool_compute_less_with_a_tier() -> None:
     computed = {}
     for host_tokens in (0, HOST_TOKENS):

@@ -622,6 +622,7 @@ def test_the_command_refuses_what_it_does_not_know() -> None:
         assert message in " ".join(result.output.split())
 
 
+@pytest.mark.long
 def test_fp8_halves_the_kv_of_a_model_in_bfloat16_and_needs_no_more_gpus() -> None:
     def planned(*options: str) -> dict[str, Any]:
         shown = CliRunner().invoke(main, ["plan", "--model", "Llama-3-8B", "--json", *options])

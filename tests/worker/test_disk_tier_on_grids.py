@@ -89,13 +89,13 @@ def found_in(ranks: Ranks, disk: Path) -> list[DiskReport]:
     ("shape", "architecture", "kv_dtype", "striped"),
     [
         pytest.param((1, 1, 1), "llama", "auto", False, id="one rank", marks=pytest.mark.long),
-        pytest.param((2, 1, 1), "llama-biased", "auto", False, id="TP2"),
+        pytest.param((2, 1, 1), "llama-biased", "auto", False, id="TP2", marks=pytest.mark.long),
         pytest.param((1, 1, 2), "qwen3", "auto", False, id="KVP2", marks=pytest.mark.long),
         pytest.param((1, 1, 2), "qwen3", "auto", True, id="KVP2, striped"),
         pytest.param(
             (1, 2, 2), "deepseek_v2", "auto", False, id="SPP2 x KVP2, latents", marks=pytest.mark.long
         ),
-        pytest.param((1, 1, 1), "llama", "fp8", False, id="one rank, FP8"),
+        pytest.param((1, 1, 1), "llama", "fp8", False, id="one rank, FP8", marks=pytest.mark.long),
     ],
 )
 def test_texts_are_those_without_a_tier_and_survive_a_restart(

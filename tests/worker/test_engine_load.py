@@ -131,6 +131,7 @@ def test_only_the_ranks_that_sample_load_a_draft_model(tmp_path: Path) -> None:
     assert samples == [True, False, True, False], "one of each lane"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kv_dtype", "size"), [("auto", "384Ki"), ("fp8", "96Ki")])
 def test_a_head_takes_a_layer_of_each_block_and_its_guesses_are_timed(
     tmp_path: Path, kv_dtype: str, size: str

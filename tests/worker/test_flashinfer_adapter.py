@@ -391,6 +391,7 @@ def test_without_the_kernel_for_many_rows_the_others_run(
     )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_gpu")
 def test_every_kernel_is_tried_out_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that is missing shows then; the double stands for it with a function that raises."""

@@ -343,6 +343,7 @@ class Between:
             opened.close(0)
 
 
+@pytest.mark.long
 def test_what_a_real_rank_drops_is_among_the_metrics_of_its_controller(tmp_path: Path) -> None:
     for name in ("rank", "controller"):
         (tmp_path / name).mkdir()

@@ -43,6 +43,7 @@ def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, check=check, timeout=800, env=path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "part",
     [

@@ -63,7 +63,7 @@ def eagle3(folder: Path) -> tuple[Transformer, PredictionHead]:
 @pytest.mark.parametrize(
     ("kind", "host_blocks"),
     [
-        ("mtp", 0),
+        pytest.param("mtp", 0, marks=pytest.mark.long),
         pytest.param("mtp", 100, marks=pytest.mark.long),
         pytest.param("eagle3", 0, marks=pytest.mark.long),
         ("eagle3", 100),

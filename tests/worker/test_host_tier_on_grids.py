@@ -124,8 +124,8 @@ def run(
         pytest.param(
             (2, 1, 2), "deepseek_v2", "auto", False, id="TP2 x KVP2, latents", marks=pytest.mark.long
         ),
-        pytest.param((1, 2, 2), "llama", "auto", False, id="SPP2 x KVP2"),
-        pytest.param((1, 1, 1), "llama", "fp8", False, id="one rank, FP8"),
+        pytest.param((1, 2, 2), "llama", "auto", False, id="SPP2 x KVP2", marks=pytest.mark.long),
+        pytest.param((1, 1, 1), "llama", "fp8", False, id="one rank, FP8", marks=pytest.mark.long),
     ],
 )
 def test_texts_are_those_without_a_tier_and_less_is_computed(

@@ -314,6 +314,7 @@ print(warm.activation_bytes)
 """
 
 
+@pytest.mark.long
 def test_the_warm_up_measures_more_memory_for_larger_chunks(tmp_path: Path) -> None:
     """Hidden states alone are 512 bytes a token; a chunk of 512 tokens makes several copies of them.
 

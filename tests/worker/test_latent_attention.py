@@ -67,6 +67,7 @@ def test_logits_of_each_kind_are_those_of_transformers(kind: str, tmp_path: Path
         assert largest_error(run_chunks(pair.model, tokens, chunks), wanted) <= TOLERANCE
 
 
+@pytest.mark.long
 def test_a_row_of_published_width_is_attended_to_by_the_kernels_of_this_machine(tmp_path: Path) -> None:
     widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     pair = make_pair(tmp_path, "deepseek_v2", **widths, initializer_range=0.05)

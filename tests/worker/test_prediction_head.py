@@ -165,7 +165,7 @@ def test_a_checkpoint_of_the_preset_differs_in_the_mtp_layers_alone(
         init_checkpoint(tmp_path / "llama", preset="tiny", seed=2, mtp_layers=1)
 
 
-@pytest.mark.parametrize("quantisation", ["fp8-block", "w4a16"])
+@pytest.mark.parametrize("quantisation", [pytest.param("fp8-block", marks=pytest.mark.long), "w4a16"])
 def test_the_layer_of_a_head_may_be_quantised(tmp_path: Path, quantisation: str) -> None:
     init_checkpoint(
         tmp_path / "q", preset="small", seed=1, architecture="deepseek_v3", mtp_layers=1, quantisation=quantisation

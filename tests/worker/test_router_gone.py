@@ -132,6 +132,7 @@ def test_a_request_that_gets_kv_while_those_of_its_router_are_ended_still_has_it
         pipeline.finish(step)
 
 
+@pytest.mark.long
 def test_a_router_that_does_not_admit_the_replica_is_logged_and_tried_again(tmp_path: Path) -> None:
     """The router's tokens may change, and then admit the replica."""
     stage = Stage(tmp_path, start=False)

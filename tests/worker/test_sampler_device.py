@@ -43,7 +43,9 @@ def comparable(result: SampledToken | NotSampled) -> object:
     return result.token, result.logprob.logprob, [value for _, value in result.logprob.top]
 
 
-@pytest.mark.parametrize("group", range(8))
+@pytest.mark.parametrize(
+    "group", [0, 1, *(pytest.param(group, marks=pytest.mark.long) for group in range(2, 8))]
+)
 def test_a_device_samples_what_the_cpu_samples(group: int) -> None:
     """All options, alone and together: the race without gaps, and nuclei that are searched among all tokens."""
     for number in range(group, CASES, 8):

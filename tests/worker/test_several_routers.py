@@ -214,6 +214,7 @@ def test_a_replica_announces_how_many_routers_it_serves(stage: Stage, other: Oth
         pass
 
 
+@pytest.mark.long
 def test_links_to_a_router_that_is_no_longer_found_stay_until_it_ends(tmp_path: Path) -> None:
     stage = Stage(tmp_path, others=(endpoints(tmp_path),))
     other = Other(stage, endpoints(tmp_path))

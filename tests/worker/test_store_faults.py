@@ -58,6 +58,7 @@ def proxy(service: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fau
         yield proxy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_service_that_fails_costs_time_only(
     fault: Fault, proxy: FaultyProxy, service: ObjectStore, caplog: pytest.LogCaptureFixture
@@ -105,6 +106,7 @@ def test_a_service_that_fails_costs_time_only(
     assert files == set(service.objects), "the service has no remains of what failed"
 
 
+@pytest.mark.long
 def test_an_object_whose_write_was_killed_is_written_again(proxy: FaultyProxy, service: ObjectStore) -> None:
     prefix = "killed"
     proxy.fault = "stalls questions"
@@ -211,7 +213,10 @@ def make_old(paths: Iterable[Path]) -> None:
         os.utime(path, (long_ago, long_ago))
 
 
-@pytest.mark.parametrize("point", WRITE_POINTS)
+@pytest.mark.parametrize(
+    "point",
+    [point if point == "half" else pytest.param(point, marks=pytest.mark.long) for point in WRITE_POINTS],
+)
 def test_what_a_writer_leaves_that_is_killed_at_any_point_is_no_object_and_is_deleted_once_it_is_old(
     point: str, tmp_path: Path
 ) -> None:

@@ -105,7 +105,7 @@ class StoreLife(Life):
             self.handle(report)
 
 
-@pytest.fixture(params=["files", "S3"])
+@pytest.fixture(params=["files", pytest.param("S3", marks=pytest.mark.long)])
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[StoreSpec]:

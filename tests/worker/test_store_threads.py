@@ -37,7 +37,7 @@ def host() -> HostBlocks:
     return small_host()
 
 
-@pytest.fixture(params=["files", "S3"])
+@pytest.fixture(params=["files", pytest.param("S3", marks=pytest.mark.long)])
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[StoreSpec]:
@@ -199,6 +199,7 @@ def test_writes_are_called_off_once_their_blocks_have_other_owners(host: HostBlo
         assert files_of(place, tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_store_that_refuses_credentials_is_a_fault_that_names_no_secret(
     tmp_path: Path, host: HostBlocks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

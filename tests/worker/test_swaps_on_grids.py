@@ -151,7 +151,7 @@ def run(
     [
         pytest.param((1, 1, 1), "llama", id="one rank"),
         pytest.param((2, 2, 1), "mistral", id="TP2 x SPP2", marks=pytest.mark.long),
-        pytest.param((1, 1, 2), "qwen3", id="KVP2"),
+        pytest.param((1, 1, 2), "qwen3", id="KVP2", marks=pytest.mark.long),
     ],
 )
 def test_texts_are_those_of_a_pool_that_holds_everything(

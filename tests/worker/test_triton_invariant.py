@@ -137,7 +137,8 @@ CASES = {"attention": ATTENTION, "products": PRODUCTS, "experts": EXPERTS, "norm
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param("attention", marks=pytest.mark.long), "products", "experts", "norms"]
+    "case",
+    ["norms", *(pytest.param(one, marks=pytest.mark.long) for one in ("attention", "products", "experts"))],
 )
 def test_interpreted_kernels_are_exact_and_rows_do_not_depend_on_others(case: str) -> None:
     assert printed(INTERPRETED + CASES[case], TRITON_INTERPRET="1") == "exact and invariant\n"
@@ -223,16 +224,10 @@ print("compiled")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("capability", "kind"),
-    [
-        (90, "bf16"),
-        *(
-            pytest.param(capability, kind, marks=pytest.mark.long)
-            for capability, kind in product((80, 90, 100), ("bf16", "fp16", "fp32"))
-            if (capability, kind) != (90, "bf16")
-        ),
-    ],
+    [*product((80, 90, 100), ("bf16", "fp16", "fp32"))],
 )
 def test_kernels_compile_for_each_generation_of_gpus(capability: int, kind: str) -> None:
     assert printed(COMPILED, str(capability), kind) == "compiled\n"

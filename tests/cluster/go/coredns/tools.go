@@ -1,6 +1,0 @@
-//go:build tools
-
-// Package tools names the command that is built, so that go.sum holds what it needs.
-package tools
-
-import _ "github.com/coredns/coredns"
