@@ -94,7 +94,7 @@ gpu-check: ## prove and measure the engine on this machine's GPU; goes on where 
 
 .PHONY: binaries-early
 binaries-early: # build the programs that cluster tests need, before there is an environment
-	@nice -n 10 "$(PYTHON)" tests/cluster/binaries.py
+	@nice -n 4 "$(PYTHON)" tests/cluster/binaries.py
 
 # Images and clusters need no torch here: without .venv they get an environment of a few megabytes.
 SMALL := .medha/python

@@ -1,7 +1,7 @@
-"""`make tests`: every test, in seven runs of pytest on two sides; a side goes on where a run before has failed.
+"""`make tests`: every test, in six runs of pytest on two sides; a side goes on where a run before has failed.
 
-Tests that start Kubernetes mostly wait for it. They come last, so that what they need can be built meanwhile, and only one
-side starts nodes. What the second side prints follows behind the first.
+Tests that start Kubernetes mostly wait for it. They are the last ones of the second side: what they need can be built
+meanwhile, and the first side uses the processors that they leave idle. What the second side prints follows behind the first.
 
 Both sides share the machine, so a test may fail because it judges before the program has had its turn. A few failed tests
 therefore run again at the end, with nothing beside them. One that passes then is named in the table as a row `again`: its
@@ -39,8 +39,6 @@ TESTS = {
 """Rows of tests, with pytest's arguments. `decisions` has all that no other row names."""
 TESTS_FAILED = 1
 """Pytest's exit status where tests failed, and nothing worse happened."""
-NEEDED = {"binaries": (), "images": ("--for-tests",)}
-"""Programs that build what the tests of Kubernetes need, with their options."""
 CACHES = Path(".pytest_cache/rows")
 """The state of each row: pytest's cache with the names of failed tests, and beside it the exit status."""
 MOST_AGAIN = 3
@@ -68,20 +66,19 @@ def main() -> int:
 
 
 def first_side() -> None:
-    """Run the tests of the engine, of commands and of pods, then those on nodes."""
+    """Run the tests of the engine, of commands and of pods."""
     tests("engine")
     tests("commands")
-    for needed, options in NEEDED.items():
-        row(needed, f"tests/cluster/{needed}.py", *options)
-    tests("nodes")
 
 
 def second_side() -> None:
-    """Run all other tests; those on an API server come last."""
+    """Run all other tests; those on an API server come last, and at the very end those on nodes."""
     tests("decisions")
     row("programs", "tests/cluster/binaries.py")
     tests("campaign")
     tests("servers")
+    row("images", "tests/cluster/images.py", "--for-tests")
+    tests("nodes")
 
 
 def tests(name: str, *options: str) -> int:

@@ -16,6 +16,16 @@ def ask(client: openai.OpenAI, **options: object) -> str:
     return str(client.completions.create(model=MODEL, prompt="x", **options).choices[0].text)  # type: ignore[call-overload]
 
 
+def answer_or_error(client: openai.OpenAI) -> str:
+    """Return the answer's text, or all that is known about the error."""
+    try:
+        return ask(client)
+    except openai.APIStatusError as error:
+        return f"{error.status_code} {dict(error.response.headers)} {error.response.text!r}"
+    except openai.APIError as error:
+        return repr(error)
+
+
 def test_a_router_that_is_replaced_refuses_no_request(plain_site: Site) -> None:
     site = plain_site
     leaving, staying = site.routers
@@ -25,10 +35,7 @@ def test_a_router_that_is_replaced_refuses_no_request(plain_site: Site) -> None:
     def load() -> None:
         with site.client() as client:
             while not stop.is_set():
-                try:
-                    answers.append(ask(client))
-                except openai.APIError as error:
-                    answers.append(repr(error))
+                answers.append(answer_or_error(client))
 
     clients = [threading.Thread(target=load) for _ in range(3)]
     for client in clients:
@@ -72,4 +79,4 @@ def test_a_router_that_is_killed_breaks_its_own_requests_once_and_no_later_ones(
     assert len(site.submitted()) == 1, "it was computed twice"
     site.say(script)
     with site.client() as client:
-        assert {ask(client) for _ in range(10)} == {SAID}
+        assert {answer_or_error(client) for _ in range(10)} == {SAID}
