@@ -61,16 +61,26 @@ READ = {
     "tests/reconcile": ("core", "operator"),
     "tests/router": ("core", "router", "worker"),
     "tests/serving": (
-        "cli", "core", "examples", "router", "sim", "worker", "tests/cluster/binaries.py", "tests/cluster/go/collector", "dashboards", "tests/dashboard_plot.py",
-        "tests/situations", "tests/faulty_proxy.py", "tests/object_store.py", "tests/small_disk.py", *(f":(exclude)cli/medha_cli/{name}.py" for name in COMMANDS),
+        "cli", "core", "examples", "router", "sim", "worker",
+        *(f":(exclude)cli/medha_cli/{name}.py" for name in COMMANDS),
     ),
-    "tests/worker": ("core", "worker", "tests/faulty_proxy.py", "tests/object_store.py", "tests/small_disk.py"),
+    "tests/worker": ("core", "worker"),
 }  # fmt: skip
 """The further files that the rows of a folder read, as git's pathspecs; rows of other folders may read `ANYTHING`."""
 ANYTHING = (
     "charts", "cli", "core", "crds", "dashboards", "docs/chart-findings.md",
-    "examples", "operator", "papers", "release", "router", "sim", "tests/cluster", "worker",
+    "examples", "operator", "papers", "release", "router", "sim", "worker",
 )  # fmt: skip
+HELPERS = {
+    r"(from|import) (campaign|chart|cluster)\b": ("tests/cluster",),
+    r"\bdashboard_plot\b": ("dashboards", "tests/dashboard_plot.py"),
+    r"\bfaulty_proxy\b": ("tests/faulty_proxy.py",),
+    r"\bheld_points\b": ("tests/held_points.py", "tests/held_writes.c"),
+    r"\bobject_store\b": ("tests/object_store.py", "tests/cluster/binaries.py", "tests/cluster/go/object-store"),
+    r"\bsituations\b": ("tests/situations",),
+    r"\bsmall_disk\b": ("tests/small_disk.py",),
+}  # fmt: skip
+"""Patterns that name helpers of tests outside their folders, and the files that rows read whose tests or benchmarks match."""
 _IMPORT = re.compile(r"^ *(from \S+ import (?:\([^)]*\)|.*))", re.MULTILINE)
 
 
@@ -264,9 +274,16 @@ def read_by(test: str) -> list[str]:
     )
     needed = _needed(own, beside)
     others = [f":(exclude){path.relative_to(ROOT)}" for path in sorted(beside - needed)]
-    texts = [path.read_text() for path in needed if _is_test(path)]
-    benchmarks = [f"benchmarks/{path.name}" for path in sorted(_benchmarks(test, texts))]
-    return [*SHARED, folder, *others, *benchmarks, *READ.get(folder, ANYTHING)]
+    benchmarks = _benchmarks(test, [path.read_text() for path in needed if _is_test(path)])
+    texts = [path.read_text() for path in needed | benchmarks]
+    helpers = [
+        path
+        for pattern, paths in HELPERS.items()
+        if any(re.search(pattern, text) for text in texts)
+        for path in paths
+    ]
+    named = [f"benchmarks/{path.name}" for path in sorted(benchmarks)]
+    return [*SHARED, folder, *others, *named, *helpers, *READ.get(folder, ANYTHING)]
 
 
 def _benchmarks(test: str, texts: Iterable[str]) -> set[Path]:

@@ -22,6 +22,9 @@ PARTS = {
 }  # fmt: skip
 
 
+QUICK = "tests/contracts/test_benchmarks.py::test_a_quick_run_ends_and_writes_its_claims"
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -45,12 +48,21 @@ def test_a_row_depends_on_the_programs_examples_and_settings_that_its_tests_use(
         ("tests/campaign/test_sample.py::test", "tests/cluster/api.py"),
         ("tests/chart/test_findings.py::test", "charts/medha/values.yaml"),
         ("tests/chart/test_findings.py::test", "docs/chart-findings.md"),
+        ("tests/worker/test_store_faults.py::test", "tests/cluster/binaries.py"),
+        ("tests/worker/test_store_faults.py::test", "tests/held_writes.c"),
+        ("tests/serving/test_real_collector.py::test", "tests/cluster/go/collector/main.go"),
+        (f"{QUICK}[operator_scale]", "tests/cluster/binaries.py"),
     ],
 )
 def test_a_row_depends_on_what_lies_in_other_folders_of_tests_and_beside_the_code(
     test: str, path: str
 ) -> None:
     assert path in files_read_by(test)
+
+
+@pytest.mark.parametrize("test", ["tests/serving/test_links.py::test", f"{QUICK}[convoy]"])
+def test_a_row_reads_no_cluster_if_its_tests_and_benchmarks_import_none(test: str) -> None:
+    assert not any(path.startswith("tests/cluster/") for path in files_read_by(test))
 
 
 @pytest.mark.parametrize("folder", LONG["READ"])
@@ -121,9 +133,7 @@ def test_a_row_reads_of_its_folder_what_its_own_tests_need(
 
 
 def test_a_quick_run_reads_its_benchmark_and_what_that_needs_and_no_other() -> None:
-    read = files_read_by(
-        "tests/contracts/test_benchmarks.py::test_a_quick_run_ends_and_writes_its_claims[convoy]"
-    )
+    read = files_read_by(f"{QUICK}[convoy]")
     benchmarks = {Path(path).stem for path in read if path.startswith("benchmarks/")}
     assert benchmarks == {"convoy", "convoy_llama", "convoy_trace", "harness", "served"}
     assert "worker/medha_worker/rank/process.py" in read
