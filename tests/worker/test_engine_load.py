@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -223,15 +222,16 @@ def with_eagle3(folder: Path, rank: int = 0, **parallelism: int) -> RankSettings
 
 
 SUBNORMAL_PRODUCTS = """
-import pickle, sys, threading
+import sys, threading
 import torch
+from medha_process.part_settings import RankSettings
 from medha_worker.rank.engine import load
 from medha_worker.rank.step_recorder import StepRecorder
 
 def count_products(numbers):
     print((torch.full((numbers,), 1e-39) * 1.0).count_nonzero().item())
 
-load(pickle.load(sys.stdin.buffer), StepRecorder(0), lambda *_: None)
+load(RankSettings.model_validate_json(sys.stdin.read()), StepRecorder(0), lambda *_: None)
 count_products(1 << 20)  # on both threads of torch
 thread = threading.Thread(target=count_products, args=(4,))  # as those of compiled kernels
 thread.start()
@@ -245,7 +245,7 @@ def test_every_thread_of_a_rank_rounds_subnormal_numbers_to_0(tmp_path: Path) ->
     settings = settings.model_copy(update={"spec": settings.spec.model_copy(update={"threads": 2})})
     done = subprocess.run(
         [sys.executable, "-c", SUBNORMAL_PRODUCTS],
-        input=pickle.dumps(settings),
+        input=settings.model_dump_json().encode(),
         capture_output=True,
         check=True,
     )
