@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -219,34 +217,3 @@ def with_eagle3(folder: Path, rank: int = 0, **parallelism: int) -> RankSettings
     scheduling = plain.spec.scheduling.model_copy(update={"speculation": speculation})
     spec = plain.spec.model_copy(update={"scheduling": scheduling})
     return plain.model_copy(update={"spec": spec, "draft_directory": folder / "draft"})
-
-
-SUBNORMAL_PRODUCTS = """
-import sys, threading
-import torch
-from medha_process.part_settings import RankSettings
-from medha_worker.rank.engine import load
-from medha_worker.rank.step_recorder import StepRecorder
-
-def count_products(numbers):
-    print((torch.full((numbers,), 1e-39) * 1.0).count_nonzero().item())
-
-load(RankSettings.model_validate_json(sys.stdin.read()), StepRecorder(0), lambda *_: None)
-count_products(1 << 20)  # on both threads of torch
-thread = threading.Thread(target=count_products, args=(4,))  # as those of compiled kernels
-thread.start()
-thread.join()
-"""
-
-
-def test_every_thread_of_a_rank_rounds_subnormal_numbers_to_0(tmp_path: Path) -> None:
-    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
-    settings = settings_of(tmp_path, drafts=False)
-    settings = settings.model_copy(update={"spec": settings.spec.model_copy(update={"threads": 2})})
-    done = subprocess.run(
-        [sys.executable, "-c", SUBNORMAL_PRODUCTS],
-        input=settings.model_dump_json().encode(),
-        capture_output=True,
-        check=True,
-    )
-    assert done.stdout.split() == [b"0", b"0"]

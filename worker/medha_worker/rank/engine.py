@@ -695,8 +695,6 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     spec, topology = settings.spec, settings.topology
     started = time.monotonic()
     keep_freed_memory()
-    # A CPU takes many times as long for subnormal numbers. Threads that start from now on round them to 0 as well.
-    torch.set_flush_denormal(True)
     torch.set_num_threads(spec.threads or max(1, len(os.sched_getaffinity(0)) // settings.neighbours))
     config = ModelConfig.from_directory(
         settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling, spec.kv_cache.dtype

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
+import torch
 import zmq
 
 from medha.errors import AcceleratorMissing, MedhaError, PartFailed, WireInvalid
@@ -453,6 +454,8 @@ def main(settings_file: Path) -> None:
     """Run one rank; the settings are a JSON file of `RankSettings`."""
     settings = begin_part(RankSettings, settings_file)
     end_with_parent()
+    # A CPU takes many times as long for subnormal numbers. Threads that start from now on round them to 0 as well.
+    torch.set_flush_denormal(True)
     with log_failure(_log):
         rank = Rank(settings)
         signal.signal(signal.SIGTERM, lambda *_: rank.stop())
