@@ -117,7 +117,7 @@ MODULES = (
         },
         is_for_long_tests=True,
     ),
-    # An S3-compatible service on a directory: three minutes of processor time.
+    # An S3-compatible service on a directory: two minutes of processor time.
     Module(
         "object-store",
         {"versitygw": "github.com/versity/versitygw/cmd/versitygw"},

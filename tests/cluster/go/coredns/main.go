@@ -1,4 +1,4 @@
-// CoreDNS with the plugins that clusters of tests use. With all of its plugins it takes far longer to build.
+// CoreDNS with the plugins that clusters of tests use. With all of its plugins, it takes almost twice as long to build.
 package main
 
 import (
