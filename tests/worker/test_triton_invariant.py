@@ -227,7 +227,7 @@ print("compiled")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("capability", "kind"),
-    product((80, 90, 100), ("bf16", "fp16", "fp32")),
+    list(product((80, 90, 100), ("bf16", "fp16", "fp32"))),
 )
 def test_kernels_compile_for_each_generation_of_gpus(capability: int, kind: str) -> None:
     assert printed(COMPILED, str(capability), kind) == "compiled\n"
