@@ -61,6 +61,9 @@ class Exported:
         self.registry = CollectorRegistry()
         self.metrics = RankMetrics(Topology(2, 1, 2), self.registry)
 
+    def report(self, report: RankReport, *, is_serving: bool = True) -> None:
+        self.metrics.report(report, is_serving=is_serving)
+
     def __getitem__(self, name: str) -> float | None:
         return self.of(name)
 
@@ -82,9 +85,9 @@ def test_a_report_crosses_the_wire() -> None:
 
 
 def test_totals_are_counted_by_their_growth(exported: Exported) -> None:
-    exported.metrics.report(REPORT)
+    exported.report(REPORT)
     assert exported["steps_total"] == 0, "a predecessor of this controller may have counted them"
-    exported.metrics.report(LATER)
+    exported.report(LATER)
     assert exported["steps_total"] == 4
     assert exported["ahead_seconds_total"] == 0.25
     assert exported["estimated_flops_total"] == 2e15
@@ -93,13 +96,13 @@ def test_totals_are_counted_by_their_growth(exported: Exported) -> None:
     assert {part: found for part, found in seconds.items() if found is not None} == {
         "forward": 1.0, "sample": 0.0, "all_reduce": 0.125
     }  # fmt: skip
-    exported.metrics.report(replace(LATER, incarnation="second", steps=1))
-    exported.metrics.report(replace(LATER, incarnation="second", steps=3))
+    exported.report(replace(LATER, incarnation="second", steps=1))
+    exported.report(replace(LATER, incarnation="second", steps=3))
     assert exported["steps_total"] == 6, "the count survives the process"
 
 
 def test_states_are_shown_with_the_ranks_place_and_device(exported: Exported) -> None:
-    exported.metrics.report(REPORT)
+    exported.report(REPORT)
     place = {"lane": "1", "stage": "0", "tensor": "1"}
     device = {"rank_pod": "r-l1-0", "device": "NVIDIA H100 80GB HBM3", "UUID": "GPU-1"}
     assert exported.of("info", **place, **device) == 1
@@ -111,18 +114,18 @@ def test_states_are_shown_with_the_ranks_place_and_device(exported: Exported) ->
     )  # fmt: skip
     assert exported.of("utilisation_ratio", unit="memory") == 0.41
     assert exported.of("throttled", reason="hardware_thermal") == 0
-    exported.metrics.report(replace(REPORT, gpu=replace(GPU, throttled=("hardware_thermal",))))
+    exported.report(replace(REPORT, gpu=replace(GPU, throttled=("hardware_thermal",))))
     assert exported.of("throttled", reason="hardware_thermal") == 1
     assert exported.of("throttled", reason="power_cap") == 0
 
 
 def test_a_state_that_is_no_longer_reported_is_no_longer_shown(exported: Exported) -> None:
-    exported.metrics.report(REPORT)
-    exported.metrics.report(replace(REPORT, uuid="GPU-2", gpu=replace(GPU, temperature_celsius=None)))
+    exported.report(REPORT)
+    exported.report(replace(REPORT, uuid="GPU-2", gpu=replace(GPU, temperature_celsius=None)))
     assert exported["temperature_celsius"] is None
     assert exported["power_watts"] == 512.3
     assert exported.page().count("medha_rank_info{") == 1
-    exported.metrics.report(LATER)
+    exported.report(LATER)
     exported.metrics.xid(RankXid(3, 79))
     exported.metrics.forget_states()
     assert exported["power_watts"] is None
@@ -130,10 +133,19 @@ def test_a_state_that_is_no_longer_reported_is_no_longer_shown(exported: Exporte
     assert exported.of("last_xid", cause="device") == 79, "the reason for a loss outlives it"
 
 
+def test_a_report_that_arrives_after_the_loss_is_counted_and_not_shown(exported: Exported) -> None:
+    exported.report(REPORT)
+    exported.metrics.forget_states()
+    exported.report(LATER, is_serving=False)
+    assert exported["steps_total"] == 4
+    assert exported["power_watts"] is None
+    assert "medha_rank_info{" not in exported.page()
+    exported.report(LATER)
+    assert exported["power_watts"] is not None, "the next epoch shows them"
+
+
 def test_a_rank_without_a_gpu_has_no_series_of_one(exported: Exported) -> None:
-    exported.metrics.report(
-        replace(REPORT, gpu=None, uuid="", peak_flops_per_second=0.0, peak_bytes_per_second=0.0)
-    )
+    exported.report(replace(REPORT, gpu=None, uuid="", peak_flops_per_second=0.0, peak_bytes_per_second=0.0))
     shown = {line.partition("{")[0] for line in exported.page().splitlines() if line.startswith("medha_rank")}
     assert {name for name in shown if not name.endswith("_created")} == {
         "medha_rank_info", "medha_rank_steps_total", "medha_rank_step_seconds_total", "medha_rank_ahead_seconds_total",
@@ -142,14 +154,14 @@ def test_a_rank_without_a_gpu_has_no_series_of_one(exported: Exported) -> None:
 
 
 def test_all_metrics_of_ranks_are_exported(exported: Exported) -> None:
-    exported.metrics.report(REPORT)
+    exported.report(REPORT)
     exported.metrics.xid(RankXid(3, 31))
     names = {metric.name + ("_total" if metric.kind == "counter" else "") for metric in RANK_METRICS}
     assert [name for name in names if f"\n{name}{{" not in exported.page()] == []
 
 
 def test_errors_are_counted_by_their_cause_from_0_on(exported: Exported) -> None:
-    exported.metrics.report(REPORT)
+    exported.report(REPORT)
     causes = ("device", "program", "notice")
     assert [exported.of("xid_errors_total", cause=one) for one in causes] == [0, 0, 0]
     for xid in (79, 48, 45, 63):  # the device's second error, and what follows from it
@@ -167,17 +179,17 @@ def test_errors_are_counted_by_their_cause_from_0_on(exported: Exported) -> None
     ],
 )  # fmt: skip
 def test_an_impossible_number_drops_the_whole_report(exported: Exported, wrong: RankReport) -> None:
-    exported.metrics.report(REPORT)
+    exported.report(REPORT)
     before = exported.page()
     with pytest.raises(WireInvalid, match="rank 3 reports medha_rank_"):
-        exported.metrics.report(wrong)
+        exported.report(wrong)
     assert exported.page() == before
 
 
 def test_names_of_another_release_are_ignored(exported: Exported) -> None:
     unknown = replace(GPU, clock_hertz=(("video", 1.0),), utilisation=(("tensor", 1.0),), throttled=("moon",))
     report = replace(REPORT, part_seconds=(("thinking", 1.0),), memory_bytes=(("lent", 1),), gpu=unknown)
-    exported.metrics.report(report)
+    exported.report(report)
     page = exported.page()
     assert not any(f'"{name}"' in page for name in ("video", "tensor", "moon", "thinking", "lent"))
 
@@ -186,14 +198,14 @@ def test_names_of_another_release_are_ignored(exported: Exported) -> None:
 
 
 def test_gpus_in_the_situations_that_alerts_are_about(exported: Exported) -> None:
-    exported.metrics.report(REPORT)
+    exported.report(REPORT)
     well = exported.page()
     record("gpu-well", well, well)
-    exported.metrics.report(replace(REPORT, gpu=replace(GPU, throttled=("hardware_thermal", "power_cap"))))
+    exported.report(replace(REPORT, gpu=replace(GPU, throttled=("hardware_thermal", "power_cap"))))
     record("gpu-throttled", exported.page())
-    exported.metrics.report(replace(REPORT, gpu=replace(GPU, throttled=("power_cap",))))
+    exported.report(replace(REPORT, gpu=replace(GPU, throttled=("power_cap",))))
     record("gpu-at-its-power-limit", exported.page())
-    exported.metrics.report(REPORT)
+    exported.report(REPORT)
     exported.metrics.xid(RankXid(3, 31))
     exported.metrics.xid(RankXid(3, 63))
     record("gpu-program-error", well, exported.page())

@@ -562,7 +562,7 @@ class Controller:
 
     def _rank_report(self, report: RankReport) -> None:
         try:
-            self._rank_metrics.report(report)
+            self._rank_metrics.report(report, is_serving=self._core is not None)
         except WireInvalid as error:
             self._ranks.links[0].drop(error)
 

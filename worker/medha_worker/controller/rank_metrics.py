@@ -37,11 +37,12 @@ class RankMetrics:
         self._known: dict[int, tuple[str, dict[Series, float]]] = {}  # incarnation and totals, by rank
         self._shown: dict[int, set[Series]] = {}  # states by rank
 
-    def report(self, report: RankReport) -> None:
+    def report(self, report: RankReport, *, is_serving: bool) -> None:
         """Count the growth of a rank's totals since its last report, and show the states that it reports.
 
         The first report of a process only sets the base, so a restarted controller does not count again what its
-        predecessor counted.
+        predecessor counted. States are shown while the replica serves (`is_serving`): a report that arrives after
+        the loss of its rank would otherwise show them again.
 
         Raises:
             WireInvalid: a number is impossible. No part of the report is counted.
@@ -50,13 +51,19 @@ class RankMetrics:
         for (name, _), number in (*totals.items(), *states.items()):
             if not (math.isfinite(number) and 0 <= number <= MOST):
                 raise WireInvalid(f"rank {report.rank} reports {name} {number}, expected 0 to {MOST:g}")
-        rank = str(report.rank)
         incarnation, known = self._known.get(report.rank, ("", {}))
         if incarnation != report.incarnation:
             known = totals
         self._known[report.rank] = report.incarnation, totals
         for (name, labels), total in totals.items():
-            self._counters[name].labels(rank, *labels).inc(max(0.0, total - known.get((name, labels), 0.0)))
+            self._counters[name].labels(str(report.rank), *labels).inc(
+                max(0.0, total - known.get((name, labels), 0.0))
+            )
+        if is_serving:
+            self._show(report, states)
+
+    def _show(self, report: RankReport, states: dict[Series, float]) -> None:
+        rank = str(report.rank)
         here = self._topology.coordinates(report.rank)
         about = (text[:MOST_CHARACTERS] for text in (report.pod, report.device, report.uuid))
         states["medha_rank_info", (str(here.kv), str(here.stream), str(here.tensor), *about)] = 1
