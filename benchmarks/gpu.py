@@ -63,7 +63,7 @@ from random_llama import LLAMA3_8B, SMALL, LlamaShape, config_fields, random_mod
 
 from medha.errors import ConfigInvalid
 from medha.kv.host_tier import TierCopy
-from medha.kv_dtype import KvDtype
+from medha.model.kv_dtype import KvDtype
 from medha.wire.messages import Sampling
 from medha_worker.checkpoints.presets import ARCHITECTURES, init_checkpoint
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from medha.errors import ConfigInvalid
 from medha.hardware import HARDWARE, MODELS, Hardware, ModelShape
-from medha.kv_dtype import KvDtype, kv_element_bytes
+from medha.model.kv_dtype import KvDtype, kv_element_bytes
 from medha_cli.byte_option import Bytes
 from medha_cli.model_shapes import model_shape
 from medha_cli.options import FILE, Number, given

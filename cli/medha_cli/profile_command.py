@@ -22,7 +22,7 @@ from medha_process.launch import RANK_ENVIRONMENT
 
 if TYPE_CHECKING:
     from medha.determinism import Determinism
-    from medha.kv_dtype import KvDtype
+    from medha.model.kv_dtype import KvDtype
     from medha_worker.profiling.profile_fit import HeldOut
 
 _INTERRUPTED = 130  # as a shell reports a command that Ctrl-C ended

@@ -12,7 +12,7 @@ from medha.cost.cost_profile import Attention, Kernel, Link, Operation, Profile
 from medha.cost.crossover import crossover_tokens
 from medha.errors import ConfigInvalid
 from medha.fitted_hardware import LINKS, MEASURED, POOLED, TILE_ROWS, WHOLE_WAVES
-from medha.latent_shape import LatentShape
+from medha.model.latent_shape import LatentShape
 from medha.topology import Topology
 
 ATTENTION_BAND = 0.3

@@ -21,7 +21,6 @@ import numpy as np
 
 from medha.api.kv_cache_spec import KvCacheSpec
 from medha.api.replica import SchedulingSpec
-from medha.config_fields import TEXT_CONFIGS, same_model_type, text_fields
 from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.cost.tier_seconds import TierSeconds
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
@@ -29,9 +28,10 @@ from medha.hardware import ExpertShape, Hardware, ModelShape, profile_for
 from medha.kv.disk_tier import FILE_BLOCKS
 from medha.kv.store_tier import object_blocks
 from medha.kv.window_tables import CACHED_WINDOW_PART, frees_windows, window_need
-from medha.latent_shape import LatentShape
-from medha.linear_sizes import ExpertNames, LinearSizes, SparseBlock
-from medha.quantisation import LINEAR_METHODS, Quantisation, decode
+from medha.model.config_fields import TEXT_CONFIGS, same_model_type, text_fields
+from medha.model.latent_shape import LatentShape
+from medha.model.linear_sizes import ExpertNames, LinearSizes, SparseBlock
+from medha.model.quantisation import LINEAR_METHODS, Quantisation, decode
 from medha.topology import Topology
 from medha.wire.messages import DiskTierFigures, HostTierFigures
 from medha_sim.head_shape import HeadShape

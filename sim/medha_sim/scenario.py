@@ -21,7 +21,7 @@ from medha.cost.predictor import TOKENS_PER_LANE, Chunking, Predictor
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, HARDWARE, LLAMA3_8B, MODELS, Hardware, ModelShape, profile_for
 from medha.kv.store_tier import object_blocks
-from medha.kv_dtype import kv_element_bytes
+from medha.model.kv_dtype import kv_element_bytes
 from medha.replica_role import ReplicaRole
 from medha.routing.replica_demand import DemandTerms
 from medha.routing.router_core import RouterCore

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.latent_shape import LEAST_PLAIN_ROWS, LatentShape
+from medha.model.latent_shape import LEAST_PLAIN_ROWS, LatentShape
 
 V3 = LatentShape(query_rank=1536, kv_rank=512, plain_dim=128, rope_dim=64, value_dim=128)
 LONG = 1_000_000

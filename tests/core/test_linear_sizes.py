@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from medha.latent_shape import LatentShape
-from medha.linear_sizes import ExpertNames, LinearSizes, SparseBlock
-from medha.quantisation import decode
+from medha.model.latent_shape import LatentShape
+from medha.model.linear_sizes import ExpertNames, LinearSizes, SparseBlock
+from medha.model.quantisation import decode
 
 from .test_quantisation import AWQ, DEEPSEEK, W4A16
 

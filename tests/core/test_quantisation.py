@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from medha.errors import CheckpointInvalid, MedhaError, ModelUnsupported
-from medha.quantisation import ActivationFormat, StoredTensor, decode
+from medha.model.quantisation import ActivationFormat, StoredTensor, decode
 
 # In the form in which llm-compressor writes it.
 W8A8: dict[str, Any] = {

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from safetensors.torch import load_file, save_file
 
-from medha.linear_sizes import HEADS_UP
-from medha.quantisation import ActivationFormat, decode
+from medha.model.linear_sizes import HEADS_UP
+from medha.model.quantisation import ActivationFormat, decode
 from medha_worker.checkpoints.quantised_checkpoint import (
     EXPERT_QUANTISATIONS,
     QUANTISATIONS,

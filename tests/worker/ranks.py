@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from medha.determinism import Determinism
-from medha.kv_dtype import KvDtype
+from medha.model.kv_dtype import KvDtype
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import DiskReport, PromptLogprobs, Sample, Step, Tokens
 from medha_worker.checkpoints.head_checkpoint import eagle3_config

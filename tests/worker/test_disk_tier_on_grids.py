@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from medha.kv_dtype import KvDtype
+from medha.model.kv_dtype import KvDtype
 from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
 from medha.wire.messages import ControllerEvent, DiskReport

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from medha.kv.pools import WindowPool
 from medha.kv.window_tables import frees_windows, widest_window, window_need
-from medha.latent_shape import LatentShape
+from medha.model.latent_shape import LatentShape
 from medha.shards import segments_of
 from medha.topology import Topology
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 
-from medha.quantisation import ActivationFormat
+from medha.model.quantisation import ActivationFormat
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
 from medha_worker.device import Device, host_device

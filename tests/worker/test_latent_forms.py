@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.latent_shape import LatentShape
+from medha.model.latent_shape import LatentShape
 from medha_worker.device import host_device
 from medha_worker.kernels.name_table import choose_kernels, torch_kernels
 from medha_worker.kernels.protocol import KernelSizes

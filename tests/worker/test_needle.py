@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from medha.errors import ConfigInvalid
-from medha.kv_dtype import KvDtype
+from medha.model.kv_dtype import KvDtype
 from medha_worker.checkpoints.haystack import Haystack, make_haystack, question
 from medha_worker.checkpoints.measured_kv_scales import measure_scales, random_sequences, write_scales
 from medha_worker.checkpoints.needle_model import (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError, ModelUnsupported
-from medha.quantisation import ActivationFormat, decode
+from medha.model.quantisation import ActivationFormat, decode
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS, pack, round_weight
 from medha_worker.device import host_device

@@ -19,7 +19,7 @@ import torch
 from cluster.binaries import CannotBuild
 from medha.api.kv_cache_spec import StoreSpec
 from medha.kv.prefix_cache import HASH_CHARACTERS
-from medha.kv_dtype import KvDtype
+from medha.model.kv_dtype import KvDtype
 from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
 from medha.wire.messages import ControllerEvent, DiskReport, Done, Sampling, Step

@@ -17,7 +17,7 @@ import torch
 
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.kv.prefix_cache import PrefixHasher
-from medha.kv_dtype import KvDtype
+from medha.model.kv_dtype import KvDtype
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology

@@ -17,7 +17,7 @@ from medha.api.fields import (
     rules,
     written_as,
 )
-from medha.kv_dtype import KvDtype
+from medha.model.kv_dtype import KvDtype
 
 
 class HostTierSpec(Model):

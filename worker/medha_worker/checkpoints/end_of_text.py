@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from medha.errors import CheckpointInvalid
-from medha.quantisation import shown
+from medha.model.quantisation import shown
 from medha_worker.model.model_config import read_json
 
 

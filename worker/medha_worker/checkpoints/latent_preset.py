@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from medha.latent_shape import LatentShape
+from medha.model.latent_shape import LatentShape
 
 Linear = Callable[..., torch.Tensor]
 """Makes a matrix of so many rows and columns, which scales the variance of its input by the square of a gain."""

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save
 from tokenizers import Tokenizer
 
-from medha.config_fields import text_fields
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
+from medha.model.config_fields import text_fields
 from medha_process.shared_files import write_whole
 from medha_worker.checkpoints.tokenizer_files import whole_tokenizer
 from medha_worker.device import host_device

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from medha.config_fields import TEXT_CONFIGS
 from medha.errors import ConfigInvalid
-from medha.quantisation import LINEAR_METHODS, MXFP4_BLOCK
+from medha.model.config_fields import TEXT_CONFIGS
+from medha.model.quantisation import LINEAR_METHODS, MXFP4_BLOCK
 from medha_worker.checkpoints import latent_preset, needle_model
 from medha_worker.checkpoints.new_checkpoint import new_checkpoint, save_weights, write_json
 from medha_worker.checkpoints.quantised_checkpoint import (

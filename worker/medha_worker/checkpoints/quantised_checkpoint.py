@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from medha.quantisation import MXFP4_BLOCK, WeightFormat, decode
+from medha.model.quantisation import MXFP4_BLOCK, WeightFormat, decode
 
 _LINEARS = ("_proj", "lm_head", "kv_a_proj_with_mqa", ".w1", ".w2", ".w3")
 """Ends of the names of linears that may be quantised; routers are not among them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 
-from medha.quantisation import ActivationFormat
+from medha.model.quantisation import ActivationFormat
 
 _FLOAT8_MAX = 448.0  # of E4M3
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from medha.quantisation import (
+from medha.model.quantisation import (
     FP8_ALIGNED,
     FP8_BLOCK,
     INT4_GROUPS,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 
-from medha.quantisation import FP8_BLOCKS_ALIGNED, INT4_ROWS, INT8_ALIGNED, ActivationFormat
+from medha.model.quantisation import FP8_BLOCKS_ALIGNED, INT4_ROWS, INT8_ALIGNED, ActivationFormat
 from medha_worker.device import is_in_host_memory
 from medha_worker.kernels.activation_rounding import eight_bits
 from medha_worker.kernels.quantised_rows import FastRows, QuantisedRows

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from medha.quantisation import ActivationFormat
+from medha.model.quantisation import ActivationFormat
 from medha_worker.device import is_in_host_memory
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from medha.quantisation import StoredTensor
+from medha.model.quantisation import StoredTensor
 from medha_worker.device import Device
 from medha_worker.model.families.family import FUSED_BLOCK, FUSED_DOWN, FUSED_GATE_UP
 from medha_worker.model.linear_reader import LinearReader, tensors_of_linear

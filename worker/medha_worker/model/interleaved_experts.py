@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from medha.errors import CheckpointInvalid
-from medha.quantisation import MXFP4_BLOCK, StoredTensor
+from medha.model.quantisation import MXFP4_BLOCK, StoredTensor
 from medha_worker.device import Device
 from medha_worker.model.expert_tensors import MlpWeights
 from medha_worker.model.linear_reader import LinearReader

@@ -25,7 +25,7 @@ from typing import Self
 
 import torch
 
-from medha.latent_shape import LatentShape
+from medha.model.latent_shape import LatentShape
 from medha_worker.device import Device
 from medha_worker.kernels.partial_results import merge_partials
 from medha_worker.kernels.protocol import Kernels, StepAttention

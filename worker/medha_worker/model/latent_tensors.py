@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from medha.linear_sizes import HEADS_UP
+from medha.model.linear_sizes import HEADS_UP
 from medha_worker.device import Device
 from medha_worker.model.linear_reader import LinearReader
 from medha_worker.model.model_config import ModelConfig

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from medha.quantisation import StoredTensor
+from medha.model.quantisation import StoredTensor
 from medha_worker.device import Device
 from medha_worker.kernels.quantised_rows import PlainRows, QuantisedRows, WeightRows
 from medha_worker.model.model_config import ModelConfig

@@ -17,12 +17,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from medha.config_fields import TEXT_CONFIGS, same_model_type, text_fields
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
-from medha.kv_dtype import KvDtype
-from medha.latent_shape import LatentShape
-from medha.linear_sizes import LinearSizes, SparseBlock
-from medha.quantisation import Quantisation, WeightFormat, decode, shown
+from medha.model.config_fields import TEXT_CONFIGS, same_model_type, text_fields
+from medha.model.kv_dtype import KvDtype
+from medha.model.latent_shape import LatentShape
+from medha.model.linear_sizes import LinearSizes, SparseBlock
+from medha.model.quantisation import Quantisation, WeightFormat, decode, shown
 from medha_worker.model.expert_routing import ExpertRouting
 from medha_worker.model.families.family import Activation, ExpertBlock, Family
 from medha_worker.model.families.family_table import FAMILIES

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from medha.quantisation import MXFP4_BLOCK, ActivationFormat
+from medha.model.quantisation import MXFP4_BLOCK, ActivationFormat
 
 MXFP4_BLOCK_BYTES = MXFP4_BLOCK // 2
 MXFP4_NAN = 255

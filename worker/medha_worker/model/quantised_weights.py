@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from medha.quantisation import ActivationFormat
+from medha.model.quantisation import ActivationFormat
 from medha_worker.device import is_in_host_memory
 from medha_worker.kernels.activation_rounding import rounded
 from medha_worker.kernels.packed_weight import MatrixWeight, PackedWeight

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from medha.config_fields import TEXT_CONFIGS
 from medha.errors import CheckpointInvalid
-from medha.quantisation import shown
+from medha.model.config_fields import TEXT_CONFIGS
+from medha.model.quantisation import shown
 from medha.topology import stage_layers
 from medha_worker.model.model_config import ModelConfig
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from medha.errors import CheckpointInvalid
-from medha.quantisation import StoredTensor
+from medha.model.quantisation import StoredTensor
 from medha_worker.model.kv_scales import LayerScales
 
 _PUBLISHED_NAMES = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from medha.errors import CheckpointInvalid
-from medha.quantisation import WeightFormat
+from medha.model.quantisation import WeightFormat
 from medha_worker.kernels.quantised_rows import QuantisedRows
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

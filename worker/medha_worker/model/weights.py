@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from medha.errors import CheckpointInvalid, ModelUnsupported
-from medha.quantisation import StoredTensor
+from medha.model.quantisation import StoredTensor
 from medha_worker.device import Device
 from medha_worker.kernels.packed_weight import MatrixWeight
 from medha_worker.kernels.protocol import KernelSizes, PackRows

@@ -20,7 +20,7 @@ import torch
 from medha.cost.predictor import Work
 from medha.determinism import Determinism
 from medha.errors import ConfigInvalid, OutOfMemory
-from medha.kv_dtype import KvDtype
+from medha.model.kv_dtype import KvDtype
 from medha.wire.messages import Sampling
 from medha_worker.device import host_device
 from medha_worker.kernels.name_table import choose_kernels

@@ -23,7 +23,7 @@ from medha.api.fields import quantity_bytes
 from medha.errors import OutOfMemory
 from medha.hardware import ModelShape
 from medha.kv.window_tables import frees_windows, widest_window, window_need
-from medha.kv_dtype import kv_element_bytes
+from medha.model.kv_dtype import kv_element_bytes
 from medha.topology import Topology
 from medha.wire.messages import (
     Admit,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from time import monotonic
 
 from medha.hardware import ExpertShape, ModelShape
-from medha.kv_dtype import kv_element_bytes
+from medha.model.kv_dtype import kv_element_bytes
 from medha.step_estimates import StepCosts, StepWork, peak_of
 from medha.wire.messages import Message, RankReport, RankXid
 from medha_worker.device import Device

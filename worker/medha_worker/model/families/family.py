@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from medha.linear_sizes import ExpertNames
-from medha.quantisation import LINEAR_METHODS
+from medha.model.linear_sizes import ExpertNames
+from medha.model.quantisation import LINEAR_METHODS
 
 Activation = Literal["silu", "gelu_tanh"]
 """The function on the gates of an MLP; `gelu_tanh` is GELU by its tanh formula."""
@@ -58,7 +58,7 @@ class ExpertBlock:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The declarations of one architecture. Defaults are those of `transformers`; further ones are in `medha.config_fields`.
+    """The declarations of one architecture. Defaults are those of `transformers`; further ones are in `medha.model.config_fields`.
 
     Attributes:
         architecture: Name in the field `architectures`.

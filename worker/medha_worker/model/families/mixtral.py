@@ -1,6 +1,6 @@
 """Mixtral: Mistral with experts in every layer, whose weights sum up to 1."""
 
-from medha.linear_sizes import ExpertNames
+from medha.model.linear_sizes import ExpertNames
 from medha_worker.model.families.family import ExpertBlock, Family
 
 MIXTRAL = Family(

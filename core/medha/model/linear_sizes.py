@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from medha.latent_shape import LatentShape
-from medha.quantisation import Quantisation, WeightFormat
+from medha.model.latent_shape import LatentShape
+from medha.model.quantisation import Quantisation, WeightFormat
 
 Shape = tuple[int, int]
 """Rows and columns of a weight."""
