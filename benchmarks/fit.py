@@ -1,4 +1,4 @@
-"""Fit the fractions of a data sheet that Vidur's measurements reach, and write `core/medha/fitted_hardware.py`.
+"""Fit the fractions of a data sheet that Vidur's measurements reach, and write `core/medha/cost/fitted_hardware.py`.
 
     python benchmarks/fit.py --data DIR            fit all, print held-out errors, write the fitted figures
     python benchmarks/fit.py --data DIR --quick    one model and one link of each kind, nothing is written
@@ -25,9 +25,9 @@ import numpy.typing as npt
 from harness import ROOT, Row, claim, exit_with, parser, report, write
 
 from medha.cost.cost_profile import Link, Operation
-from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, Hardware, ModelShape, layer_operations
+from medha.cost.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, Hardware, ModelShape, layer_operations
 
-TARGET = ROOT / "core" / "medha" / "fitted_hardware.py"
+TARGET = ROOT / "core" / "medha" / "cost" / "fitted_hardware.py"
 GOAL_PERCENT = 5.0
 
 Floats = npt.NDArray[np.float64]
@@ -61,7 +61,7 @@ EVERYTHING = (0, 10**9)
 BYTE_RANGES = ((1, 2**18), (2**18 + 1, 2**21), (2**21 + 1, 2**24), (2**24 + 1, 10**12))
 WAVES = 0
 TILES = (1, 64, 128, WAVES)
-"""The numbers of rows that matrix products may be padded to. `WAVES` is whole waves of `medha.hardware.MATRIX_TILES`."""
+"""The numbers of rows that matrix products may be padded to. `WAVES` is whole waves of `medha.cost.hardware.MATRIX_TILES`."""
 PRIOR_WEIGHT = 0.005
 """The weight of the usual fractions: too small to outweigh many measured rows."""
 

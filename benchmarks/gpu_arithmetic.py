@@ -29,8 +29,8 @@ from harness import Row, claim, exit_with, parser, report, table
 from random_llama import random_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from medha.cost.hardware import H100, LLAMA3_8B, LLAMA3_70B, ModelShape, profile_for
 from medha.cost.predictor import Predictor, Work
-from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B, ModelShape, profile_for
 from medha.topology import Topology
 from medha_worker.device import Device, InOrder
 from medha_worker.host_memory import HostMemory

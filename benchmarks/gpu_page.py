@@ -15,8 +15,8 @@ from typing import Any
 from gpu_sources import sources
 from harness import ROOT, Row
 
+from medha.cost.hardware import H100, H200, LLAMA3_8B, Hardware, profile_for
 from medha.cost.predictor import Predictor, Work
-from medha.hardware import H100, H200, LLAMA3_8B, Hardware, profile_for
 from medha.topology import Topology
 
 PAGE = ROOT / "docs" / "gpu.md"

@@ -18,7 +18,7 @@ import numpy as np
 from harness import ROOT, Row
 
 from medha.cost.cost_profile import Operation
-from medha.hardware import (
+from medha.cost.hardware import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
     H100,

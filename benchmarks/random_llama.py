@@ -18,7 +18,7 @@ from medha_worker.model.weights import LayerWeights, Shard, Weights
 
 
 class Shape(Protocol):
-    """The sizes of a model; those of `medha.hardware` have them."""
+    """The sizes of a model; those of `medha.cost.hardware` have them."""
 
     @property
     def layers(self) -> int: ...
@@ -38,7 +38,7 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """Sizes of a model, where `medha.hardware` cannot be imported: it needs more packages."""
+    """Sizes of a model, where `medha.cost.hardware` cannot be imported: it needs more packages."""
 
     layers: int
     hidden: int

@@ -32,7 +32,7 @@ from harness import (
 )
 
 from medha.api.replica import SchedulingSpec, ServiceClass
-from medha.hardware import H100, LLAMA3_70B
+from medha.cost.hardware import H100, LLAMA3_70B
 from medha.replica_role import ReplicaRole
 from medha.routing.router_core import RouterCore
 from medha.topology import Topology

@@ -39,8 +39,8 @@ import numpy as np
 from harness import LOOPS, ROOT, Loop, Row, claim, exit_with, parser, progress, report, table
 
 from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.cost.hardware import A100, LLAMA3_8B, profile_for
 from medha.cost.predictor import Predictor
-from medha.hardware import A100, LLAMA3_8B, profile_for
 from medha.scheduler import controller as engine
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig

@@ -20,7 +20,7 @@ import numpy as np
 from harness import claim, exit_with, mean_and_interval, parser, progress, report, table
 
 from medha.api.replica import SchedulingSpec
-from medha.hardware import H100, LLAMA3_8B
+from medha.cost.hardware import H100, LLAMA3_8B
 from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
 from medha_sim.run_log import RequestRecord

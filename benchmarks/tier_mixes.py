@@ -40,8 +40,8 @@ from harness import (
 
 import medha.scheduler.controller
 from medha.api.replica import SchedulingSpec
+from medha.cost.hardware import A100, H100, LLAMA3_8B
 from medha.cost.tier_seconds import TierSeconds
-from medha.hardware import A100, H100, LLAMA3_8B
 from medha.topology import Topology
 from medha_sim.run_log import RequestRecord
 from medha_sim.scenario import MAX_CHUNK_TOKENS, Deployment

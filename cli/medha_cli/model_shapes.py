@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from medha.cost.hardware import MODELS, ModelShape
 from medha.errors import ConfigInvalid
-from medha.hardware import MODELS, ModelShape
 from medha_sim.plan import read_shape
 from medha_worker.model.model_config import ModelConfig, read_json
 

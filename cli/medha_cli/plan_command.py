@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from medha.cost.hardware import HARDWARE, MODELS, Hardware, ModelShape
 from medha.errors import ConfigInvalid
-from medha.hardware import HARDWARE, MODELS, Hardware, ModelShape
 from medha.model.kv_dtype import KvDtype, kv_element_bytes
 from medha_cli.byte_option import Bytes
 from medha_cli.model_shapes import model_shape

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from medha.api.speculation_spec import SpeculationSpec
+from medha.cost.hardware import HARDWARE, MODELS
 from medha.errors import ConfigInvalid, PartFailed
-from medha.hardware import HARDWARE, MODELS
 from medha.topology import Topology
 from medha_cli.byte_option import Bytes
 from medha_cli.manifest import read_manifest

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from medha.hardware import H100, LLAMA3_70B
+from medha.cost.hardware import H100, LLAMA3_70B
 from medha.topology import Topology
 from medha_papers.lone_prompt import TOPOLOGIES, adaptive, static
 from medha_sim.baselines.systems import simulation

@@ -1,7 +1,7 @@
 """The papers' claims that follow from counting FLOPs and bytes: T10, T15, T16, T17, T21, T22, T23 (papers A and B).
 
 `context_parallel_rows` has those of Meta's paper (T27 to T32). Every row is a pure function. Models and hardware
-come from `medha.hardware`. FLOP counts are causal unless a row states otherwise; "1M" is 1e6 tokens, and H100
+come from `medha.cost.hardware`. FLOP counts are causal unless a row states otherwise; "1M" is 1e6 tokens, and H100
 is the SXM model.
 
 Some constants are our own. They hold for all rows of this module:
@@ -20,7 +20,7 @@ from math import sqrt
 
 import numpy as np
 
-from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B, Hardware, ModelShape
+from medha.cost.hardware import H100, LLAMA3_8B, LLAMA3_70B, Hardware, ModelShape
 from medha_papers import context_parallel_rows
 from medha_papers.claims import (
     NOMINAL,

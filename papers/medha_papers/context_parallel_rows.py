@@ -21,7 +21,7 @@ from functools import partial
 from itertools import pairwise
 from math import log
 
-from medha.hardware import LLAMA31_405B
+from medha.cost.hardware import LLAMA31_405B
 from medha_papers.claims import CORNERS, NOMINAL, Capacity, Figure, Row, modelled, untestable
 
 LAYERS = LLAMA31_405B.layers

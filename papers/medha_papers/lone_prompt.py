@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from medha.api.replica import SchedulingSpec, ServiceClass
-from medha.hardware import H100
+from medha.cost.hardware import H100
 from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
 from medha_sim.executor import PredictorCost

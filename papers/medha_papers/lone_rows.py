@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from medha.cost.hardware import H100, LLAMA3_8B, profile_for
 from medha.cost.predictor import TOKENS_PER_LANE
-from medha.hardware import H100, LLAMA3_8B, profile_for
 from medha.topology import Topology
 from medha_papers.claims import Figure, Row, above, below
 from medha_papers.lone_prompt import Alone

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.cost.cost_profile import Attention, Profile
+from medha.cost.hardware import Hardware, ModelShape, profile_for
 from medha.cost.predictor import Predictor, Work
-from medha.hardware import Hardware, ModelShape, profile_for
 from medha.topology import Topology
 from medha.wire.messages import DraftCosts
 from medha_sim.head_shape import HeadShape

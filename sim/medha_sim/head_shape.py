@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from medha.cost.hardware import ModelShape
 from medha.errors import ConfigInvalid
-from medha.hardware import ModelShape
 
 _COLLECTED = 3
 """Layers of the model whose hidden states an EAGLE-3 head takes."""

@@ -21,10 +21,10 @@ import numpy as np
 
 from medha.api.kv_cache_spec import KvCacheSpec
 from medha.api.replica import SchedulingSpec
+from medha.cost.hardware import ExpertShape, Hardware, ModelShape, profile_for
 from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.cost.tier_seconds import TierSeconds
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
-from medha.hardware import ExpertShape, Hardware, ModelShape, profile_for
 from medha.kv.disk_tier import FILE_BLOCKS
 from medha.kv.store_tier import object_blocks
 from medha.kv.window_tables import CACHED_WINDOW_PART, frees_windows, window_need

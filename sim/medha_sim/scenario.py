@@ -17,9 +17,9 @@ import numpy as np
 from medha.api.fields import quantity_bytes
 from medha.api.replica import MedhaReplicaSpec, SchedulingSpec, ServiceClass
 from medha.cost.cost_profile import Profile
+from medha.cost.hardware import A100, HARDWARE, LLAMA3_8B, MODELS, Hardware, ModelShape, profile_for
 from medha.cost.predictor import TOKENS_PER_LANE, Chunking, Predictor
 from medha.errors import ConfigInvalid
-from medha.hardware import A100, HARDWARE, LLAMA3_8B, MODELS, Hardware, ModelShape, profile_for
 from medha.kv.store_tier import object_blocks
 from medha.model.kv_dtype import kv_element_bytes
 from medha.replica_role import ReplicaRole

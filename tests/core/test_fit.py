@@ -13,8 +13,8 @@ import pytest
 
 from benchmark import benchmark
 from medha.cost.cost_profile import Link
-from medha.fitted_hardware import SHA256
-from medha.hardware import A100, LLAMA3_8B, layer_operations
+from medha.cost.fitted_hardware import SHA256
+from medha.cost.hardware import A100, LLAMA3_8B, layer_operations
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fit.py"
 EFFICIENCY, BANDWIDTH, LAUNCH_SECONDS = 0.65, 0.8, 6e-6
@@ -73,7 +73,7 @@ def test_ranges_that_the_fit_has_not_seen_are_predicted(
 ) -> None:
     report = tmp_path / "report.json"
     monkeypatch.setattr("sys.argv", ["fit", "--data", str(data), "--quick", "--json", str(report)])
-    written = (SCRIPT.parents[1] / "core" / "medha" / "fitted_hardware.py").read_bytes()
+    written = (SCRIPT.parents[1] / "core" / "medha" / "cost" / "fitted_hardware.py").read_bytes()
     assert fit.main() == 0
     found = json.loads(report.read_text())
     assert found["tile_rows"] == {"A100-80G": 1}  # these rows were not padded
@@ -82,7 +82,7 @@ def test_ranges_that_the_fit_has_not_seen_are_predicted(
     assert all(row["gemm_percent"] < 10 for row in found["layers"])
     assert all(row["seen_percent"] < 3 for row in found["links"])
     assert (
-        SCRIPT.parents[1] / "core" / "medha" / "fitted_hardware.py"
+        SCRIPT.parents[1] / "core" / "medha" / "cost" / "fitted_hardware.py"
     ).read_bytes() == written  # --quick writes nothing
     name = "compute/a100_llama3_8b_mlp.csv"
     assert found["sha256"][name] == hashlib.sha256((data / name).read_bytes()).hexdigest()

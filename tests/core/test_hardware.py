@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from medha.cost.crossover import NEVER_TOKENS, crossover_tokens
-from medha.cost.predictor import Predictor, Work
-from medha.cost.touched_experts import touched_share
-from medha.errors import ConfigInvalid
-from medha.fitted_hardware import LINKS, MEASURED, POOLED, SHA256, TILE_ROWS, WHOLE_WAVES
-from medha.hardware import (
+from medha.cost.fitted_hardware import LINKS, MEASURED, POOLED, SHA256, TILE_ROWS, WHOLE_WAVES
+from medha.cost.hardware import (
     A100,
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
@@ -32,6 +29,9 @@ from medha.hardware import (
     layer_operations,
     profile_for,
 )
+from medha.cost.predictor import Predictor, Work
+from medha.cost.touched_experts import touched_share
+from medha.errors import ConfigInvalid
 from medha.topology import Topology
 
 EACH_MODEL = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

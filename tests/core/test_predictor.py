@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from medha.cost.correction import Correction
 from medha.cost.cost_profile import Attention, Link, Operation, Profile
+from medha.cost.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, profile_for
 from medha.cost.predictor import Chunking, Predictor, Work
 from medha.errors import ConfigInvalid
-from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, profile_for
 from medha.topology import Topology
 from medha.wire.messages import StepProfile
 

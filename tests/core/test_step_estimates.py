@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from medha.attention_pairs import attention_pairs
-from medha.hardware import DEEPSEEK_V3, LLAMA3_8B, MIXTRAL_8X7B, ModelShape
-from medha.step_estimates import StepCosts, StepWork, peak_of
+from medha.cost.attention_pairs import attention_pairs
+from medha.cost.hardware import DEEPSEEK_V3, LLAMA3_8B, MIXTRAL_8X7B, ModelShape
+from medha.cost.step_estimates import StepCosts, StepWork, peak_of
 
 LAYER_WEIGHTS = 218_103_808
 """4096 x 128 x 2 x (32 + 8) of attention and 3 x 4096 x 14336 of the MLP."""

@@ -6,7 +6,7 @@ from math import inf, log
 
 import pytest
 
-from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B
+from medha.cost.hardware import H100, LLAMA3_8B, LLAMA3_70B
 from medha_papers import closed_form_rows, context_parallel_rows
 from medha_papers.claims import (
     CORNERS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from medha.cost.hardware import H100
 from medha.cost.predictor import TOKENS_PER_LANE
-from medha.hardware import H100
 from medha.topology import Topology
 from medha.wire.messages import Step
 from medha_papers import lone_prompt

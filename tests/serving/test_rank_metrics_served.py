@@ -6,9 +6,9 @@ import time
 
 import httpx
 
-from medha.attention_pairs import attention_pairs
-from medha.hardware import ModelShape
-from medha.step_estimates import StepCosts, StepWork
+from medha.cost.attention_pairs import attention_pairs
+from medha.cost.hardware import ModelShape
+from medha.cost.step_estimates import StepCosts, StepWork
 from medha_worker.model.model_config import ModelConfig
 
 from .conftest import MODEL, Served

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from medha.cost.cost_profile import Attention, Operation, Profile
+from medha.cost.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, LLAMA31_405B, profile_for
 from medha.cost.predictor import Predictor
 from medha.errors import ConfigInvalid
-from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, LLAMA31_405B, profile_for
 from medha.topology import Topology
 from medha.wire.messages import Cancel, Done, Emit, Failed, Refused, Sample, Sampling, Step, Submit
 from medha_sim.baselines.baseline_costs import DisaggregatedCost, ElasticCost, RingLink

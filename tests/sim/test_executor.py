@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
+from medha.cost.hardware import H100, LLAMA3_8B, profile_for
 from medha.cost.predictor import Predictor, Work
-from medha.hardware import H100, LLAMA3_8B, profile_for
 from medha.shards import Segment
 from medha.topology import Topology
 from medha.wire.messages import Admit, Done, Extent, Sampling, StageFree, Step, StepEntry

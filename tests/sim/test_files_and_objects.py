@@ -10,8 +10,8 @@ import pytest
 from medha.api.kv_cache_spec import KvCacheSpec
 from medha.api.model_spec import ModelSource, ModelSpec
 from medha.api.replica import MedhaReplicaSpec, ParallelismSpec
+from medha.cost.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B
 from medha.errors import ConfigInvalid
-from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B
 from medha.routing.router_core import RouterCore
 from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from medha.api.replica import MedhaReplicaSpec, SchedulingSpec
+from medha.cost.hardware import DEEPSEEK_V3, H100, LLAMA3_8B, LLAMA3_70B, ModelShape, profile_for
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigInvalid
-from medha.hardware import DEEPSEEK_V3, H100, LLAMA3_8B, LLAMA3_70B, ModelShape, profile_for
 from medha.scheduler.speculation import DraftChance
 from medha.topology import Topology
 from medha.wire.messages import Admit, Done, Extent, Sample, Sampling, Step, StepEntry

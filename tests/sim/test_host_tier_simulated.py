@@ -8,8 +8,8 @@ import pytest
 from medha.api.kv_cache_spec import KvCacheSpec
 from medha.api.model_spec import ModelSource, ModelSpec
 from medha.api.replica import MedhaReplicaSpec, ParallelismSpec
+from medha.cost.hardware import H100, LLAMA3_8B
 from medha.errors import ConfigInvalid
-from medha.hardware import H100, LLAMA3_8B
 from medha_sim.scenario import Deployment, deployment_of
 from medha_sim.workloads import conversations
 

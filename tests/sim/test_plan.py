@@ -12,9 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from medha.api.replica import MedhaReplicaSpec
-from medha.cost.predictor import Chunking, Predictor, Work
-from medha.errors import ConfigInvalid
-from medha.hardware import (
+from medha.cost.hardware import (
     A100,
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
@@ -28,6 +26,8 @@ from medha.hardware import (
     ExpertShape,
     profile_for,
 )
+from medha.cost.predictor import Chunking, Predictor, Work
+from medha.errors import ConfigInvalid
 from medha.topology import Topology
 from medha_cli.main import main
 from medha_sim.plan import Wish, bounds, grids, plan, rate, read_shape, shortfall

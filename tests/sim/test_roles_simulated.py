@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from medha.api.replica import SchedulingSpec
-from medha.hardware import H100, LLAMA3_8B
+from medha.cost.hardware import H100, LLAMA3_8B
 from medha.routing.router_core import RouterCore
 from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.cost.cost_profile import Profile
+from medha.cost.hardware import H100, LLAMA3_8B
 from medha.cost.predictor import Predictor
 from medha.errors import ConfigInvalid
-from medha.hardware import H100, LLAMA3_8B
 from medha.routing.router_core import RouterCore
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from medha.api.replica import MedhaReplicaSpec, ServiceClass
+from medha.cost.hardware import H100, LLAMA3_8B, LLAMA3_70B, profile_for
 from medha.errors import ConfigInvalid, PartFailed
-from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B, profile_for
 from medha.topology import Topology
 from medha_sim import study
 from medha_sim.run_summary import Summary

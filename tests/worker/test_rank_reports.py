@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from medha.hardware import LLAMA3_8B
-from medha.step_estimates import StepCosts, StepWork
+from medha.cost.hardware import LLAMA3_8B
+from medha.cost.step_estimates import StepCosts, StepWork
 from medha.wire.messages import Message, RankReport, RankXid
 from medha_worker.device import Device, InOrder
 from medha_worker.host_memory import HostMemory, MemoryFigures

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmark import benchmark
-from medha.hardware import LLAMA3_8B, LLAMA3_70B, ModelShape
+from medha.cost.hardware import LLAMA3_8B, LLAMA3_70B, ModelShape
 from medha_worker.profiling.step_counts import Counting, StepCounts
 
 arithmetic = benchmark("gpu_arithmetic")

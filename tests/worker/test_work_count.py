@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmark import benchmark
-from medha.attention_pairs import attention_pairs
-from medha.hardware import LLAMA3_8B, LLAMA3_70B, ModelShape
-from medha.step_estimates import StepCosts, StepWork
+from medha.cost.attention_pairs import attention_pairs
+from medha.cost.hardware import LLAMA3_8B, LLAMA3_70B, ModelShape
+from medha.cost.step_estimates import StepCosts, StepWork
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.partial_attention import Rows
 from medha_worker.model.spread import Landing, RingKeys, RingQueries, SpreadPlan

@@ -1,1 +1,1 @@
-"""Predicted times: of one step, of a whole prefill, on one lane of a given profile."""
+"""Predicted times of one step and of a whole prefill, and the accelerators and the work that they are predicted from."""

@@ -1,7 +1,7 @@
 """Costs of one layer, one output head and one link: the numbers that the predictor multiplies and adds.
 
 A `Profile` is data. It comes from a rank's warm-up (`Profile.of_warm_up`), from `medha profile`, which
-measures a machine, or from `medha.hardware.profile_for`, which uses data sheets and the fraction of them that
+measures a machine, or from `medha.cost.hardware.profile_for`, which uses data sheets and the fraction of them that
 is reached.
 
 Every cost is a roofline: `launch + max(rows * compute, fixed + rows * memory)`, in seconds, where rows are

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from medha.hardware import Hardware, ModelShape
+from medha.cost.hardware import Hardware, ModelShape
 from medha.scheduler.controller import Load
 from medha.wire.messages import (
     Cancel,

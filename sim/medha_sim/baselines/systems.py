@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from medha.cost.hardware import profile_for
 from medha.cost.predictor import Predictor
 from medha.errors import ConfigInvalid
-from medha.hardware import profile_for
 from medha.topology import Topology
 from medha_sim.baselines.baseline_costs import DisaggregatedCost, ElasticCost, RingLink
 from medha_sim.baselines.distserve import DistServe, longest_prompt_tokens

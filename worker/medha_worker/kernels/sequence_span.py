@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from medha.attention_pairs import attention_pairs
+from medha.cost.attention_pairs import attention_pairs
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,8 @@ import zmq
 from medha import __version__
 from medha.api.cluster import NO_ACCELERATOR
 from medha.api.fields import quantity_bytes
+from medha.cost.hardware import ModelShape
 from medha.errors import OutOfMemory
-from medha.hardware import ModelShape
 from medha.kv.window_tables import frees_windows, widest_window, window_need
 from medha.model.kv_dtype import kv_element_bytes
 from medha.topology import Topology

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medha.cost.step_estimates import StepWork
 from medha.kv.blocks import BlockCopy
 from medha.kv.context_parallel import OWNER
 from medha.kv.host_tier import TierCopy
 from medha.kv.lane_replay import HostTierWork
 from medha.kv.window_tables import WindowTable
 from medha.shards import ShardMap
-from medha.step_estimates import StepWork
 from medha.wire.frames import TokenIds
 from medha.wire.messages import EntryFailed, Extent, Step, StepEntry
 from medha_worker.kernels.sequence_span import SequenceSpan

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
 
-from medha.hardware import ExpertShape, ModelShape
+from medha.cost.hardware import ExpertShape, ModelShape
+from medha.cost.step_estimates import StepCosts, StepWork, peak_of
 from medha.model.kv_dtype import kv_element_bytes
-from medha.step_estimates import StepCosts, StepWork, peak_of
 from medha.wire.messages import Message, RankReport, RankXid
 from medha_worker.device import Device
 from medha_worker.model.model_config import ModelConfig

@@ -1,6 +1,6 @@
 """Accelerators and models as data, and the profiles derived from them.
 
-Figures of accelerators are from their data sheets; `medha.fitted_hardware` holds the fractions that are
+Figures of accelerators are from their data sheets; `medha.cost.fitted_hardware` holds the fractions that are
 reached. Rates are of one device, one direction, dense bfloat16.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from medha.cost.cost_profile import Attention, Kernel, Link, Operation, Profile
 from medha.cost.crossover import crossover_tokens
+from medha.cost.fitted_hardware import LINKS, MEASURED, POOLED, TILE_ROWS, WHOLE_WAVES
 from medha.errors import ConfigInvalid
-from medha.fitted_hardware import LINKS, MEASURED, POOLED, TILE_ROWS, WHOLE_WAVES
 from medha.model.latent_shape import LatentShape
 from medha.topology import Topology
 

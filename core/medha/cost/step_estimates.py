@@ -11,8 +11,8 @@ from typing import Self
 
 import numpy as np
 
+from medha.cost.hardware import A100, H100, H200, ModelShape
 from medha.cost.touched_experts import touched_share
-from medha.hardware import A100, H100, H200, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
