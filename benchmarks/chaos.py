@@ -66,7 +66,7 @@ from chaos_accounts import (
 from fleet import Replica, Router, wait_for
 from harness import Row, exit_with, parser, progress, report, revision, save, table
 
-from medha.declared import DeclaredModel, to_text
+from medha.api.declared import DeclaredModel, to_text
 from medha_process.launch import CONTROLLER
 from medha_worker.checkpoints.presets import init_checkpoint
 

@@ -42,7 +42,7 @@ import yaml
 from harness import Row, claim, exit_with, in_turn, parser, progress, report, table
 from served import medha_up, served, write_manifest
 
-from medha.api_keys import hash_of
+from medha.api.api_keys import hash_of
 from medha.scheduler.policy import POLICIES
 from medha.topology import Topology
 from medha_sim.lengths import SHAREGPT

@@ -32,8 +32,8 @@ from harness import (
 )
 
 from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.api.replica_role import ReplicaRole
 from medha.cost.hardware import H100, LLAMA3_70B
-from medha.replica_role import ReplicaRole
 from medha.routing.router_core import RouterCore
 from medha.topology import Topology
 from medha_sim.run_log import RequestRecord

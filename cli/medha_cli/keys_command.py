@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from medha.api_keys import MOST_HASHES, ApiKeys, hash_of
+from medha.api.api_keys import MOST_HASHES, ApiKeys, hash_of
 from medha.errors import ConfigInvalid
 from medha_cli.options import FILE
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from medha.api.cluster import NO_ACCELERATOR, NVIDIA_GPU, ResourcesSpec
+from medha.api.declared import DeclaredModel, to_text
 from medha.api.fields import quantity_bytes
 from medha.api.replica import MedhaReplica
-from medha.declared import DeclaredModel, to_text
 from medha.wire.messages import Readiness
 from medha_cli.manifest import draft_directory
 from medha_cli.runs import KEYS

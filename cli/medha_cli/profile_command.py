@@ -21,7 +21,7 @@ from medha_cli.result_files import require_writable, write_figures
 from medha_process.launch import RANK_ENVIRONMENT
 
 if TYPE_CHECKING:
-    from medha.determinism import Determinism
+    from medha.api.determinism import Determinism
     from medha.model.kv_dtype import KvDtype
     from medha_worker.profiling.profile_fit import HeldOut
 

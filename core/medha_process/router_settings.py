@@ -77,7 +77,7 @@ class RouterSettings(PartSettings):
     """Addresses of the proxies and gateways in front of the router. A connection of theirs stands for the last address in
     `X-Forwarded-For` that is not one of them, and may be one of any number. Headers of others are ignored."""
     models_directory: str | None = None
-    """Folder whose files (`*.json`, as `medha.declared` writes them) name the models that manifests
+    """Folder whose files (`*.json`, as `medha.api.declared` writes them) name the models that manifests
     declare; read again when they change. The operator fills it through a ConfigMap, `medha up` with its
     manifest's model."""
     api_keys_file: Path | None = None

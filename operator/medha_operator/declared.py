@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
+from medha.api.declared import AUTO, DeclaredModel, merged, to_text, usable_aliases
 from medha.api.replica import LifecycleSpec, MedhaReplicaSpec
-from medha.declared import AUTO, DeclaredModel, merged, to_text, usable_aliases
 from medha_operator.index import Index
 from medha_operator.kube.client import Cluster
 from medha_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, MANAGER, REPLICA, ROUTER, Key, Manifest

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from medha.api_keys import ApiKey
+from medha.api.api_keys import ApiKey
 from medha_router.access_log import Entry
 from medha_router.api_error import ApiError
 from medha_router.event_streams import error_response

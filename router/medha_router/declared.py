@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from medha.declared import DeclaredModel, from_text, merged, usable_aliases
+from medha.api.declared import DeclaredModel, from_text, merged, usable_aliases
 from medha.errors import ConfigInvalid
 from medha_process.shared_files import FileState, file_state
 

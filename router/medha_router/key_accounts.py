@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable
 
-from medha.api_keys import ApiKey, ApiKeys, owner_of_key
+from medha.api.api_keys import ApiKey, ApiKeys, owner_of_key
 from medha.routing.fleet_use import REPORT_SECONDS, FleetUse
 from medha.routing.key_limits import (
     Arrived,

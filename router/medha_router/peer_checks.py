@@ -9,9 +9,9 @@ from itertools import pairwise
 from math import isfinite
 from typing import get_args
 
+from medha.api.replica_role import ReplicaRole
 from medha.errors import WireInvalid
 from medha.kv.prefix_cache import HASH_CHARACTERS
-from medha.replica_role import ReplicaRole
 from medha.wire.messages import (
     BEATS,
     Announce,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic_core import from_json, to_json
 
-from medha.declared import AUTO
+from medha.api.declared import AUTO
 from medha.errors import RequestInvalid
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Sampling

@@ -23,7 +23,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
-from medha.api_keys import ApiKeys
+from medha.api.api_keys import ApiKeys
 from medha.errors import PartFailed
 from medha_process.host_resources import raise_file_limit
 from medha_process.part_process import begin_part, end_with_parent, log_failure, settings_option

@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry
 
-from medha.api_keys import owner_of_key
+from medha.api.api_keys import owner_of_key
+from medha.api.replica_role import ReplicaRole
 from medha.metric_catalogue import (
     KEY_METRICS,
     LOST_SPANS,
@@ -19,7 +20,6 @@ from medha.metric_catalogue import (
     VLLM_ALIASES,
     prompt_length_label,
 )
-from medha.replica_role import ReplicaRole
 from medha.routing.key_limits import LIMITS
 from medha.routing.known_models import KnownModel
 from medha.routing.replica_demand import DemandReason, ModelWork

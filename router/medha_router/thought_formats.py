@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from medha.declared import AUTO
+from medha.api.declared import AUTO
 from medha_router.channels import CHANNEL
 from medha_router.thought_text import Phase, ThoughtMarks, ThoughtReader
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from medha.declared import AUTO
+from medha.api.declared import AUTO
 from medha.errors import RequestInvalid
 from medha_router.channel_grammar import in_channels
 from medha_router.chat_template import ChatTemplate

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
-from medha.declared import AUTO
+from medha.api.declared import AUTO
 from medha.errors import RequestInvalid
 from medha_router.chat_template import ChatTemplate
 from medha_router.conversations import Message, one_call_each

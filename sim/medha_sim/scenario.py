@@ -16,13 +16,13 @@ import numpy as np
 
 from medha.api.fields import quantity_bytes
 from medha.api.replica import MedhaReplicaSpec, SchedulingSpec, ServiceClass
+from medha.api.replica_role import ReplicaRole
 from medha.cost.cost_profile import Profile
 from medha.cost.hardware import A100, HARDWARE, LLAMA3_8B, MODELS, Hardware, ModelShape, profile_for
 from medha.cost.predictor import TOKENS_PER_LANE, Chunking, Predictor
 from medha.errors import ConfigInvalid
 from medha.kv.store_tier import object_blocks
 from medha.model.kv_dtype import kv_element_bytes
-from medha.replica_role import ReplicaRole
 from medha.routing.replica_demand import DemandTerms
 from medha.routing.router_core import RouterCore
 from medha.scheduler.controller import ReplicaController

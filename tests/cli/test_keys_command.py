@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from medha.api_keys import MOST_HASHES, ApiKey, ApiKeys
+from medha.api.api_keys import MOST_HASHES, ApiKey, ApiKeys
 from medha_cli import keys_command
 from medha_cli.main import main
 

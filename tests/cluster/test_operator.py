@@ -18,7 +18,7 @@ from cluster.api import Api, Document, PlayedKubelets, condition, eventually
 from cluster.api import running as played_pod
 from cluster.control_plane import ControlPlane
 from cluster.operator_process import Operator, limited_kubeconfig, operator
-from medha.declared import from_text
+from medha.api.declared import from_text
 from medha_cli.main import main
 from medha_operator import manifest_overlay
 from medha_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, EVENT, KINDS, POD, REPLICA, ROUTER, SECRET

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from medha.api_keys import MOST_HASHES, MOST_KEYS, ApiKey, ApiKeys, hash_of
+from medha.api.api_keys import MOST_HASHES, MOST_KEYS, ApiKey, ApiKeys, hash_of
 from medha.errors import ConfigInvalid
 
 SECRET = "sk-medha-nobody-may-read-this"

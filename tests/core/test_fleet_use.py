@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from medha.api_keys import ApiKey, hash_of
+from medha.api.api_keys import ApiKey, hash_of
 from medha.routing.fleet_use import FORGET_SECONDS, SILENCE_SECONDS, FleetUse
 from medha.routing.key_limits import (
     Arrived,

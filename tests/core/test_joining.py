@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from medha.declared import DeclaredModel
+from medha.api.declared import DeclaredModel
 from medha.routing.joining import UNDECLARED_SECONDS, awaited, may_accept
 from medha.wire.messages import Announce
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.api_keys import ApiKey, hash_of
+from medha.api.api_keys import ApiKey, hash_of
 from medha.routing.key_limits import (
     Arrived,
     Ended,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.declared import DeclaredModel
+from medha.api.declared import DeclaredModel
 from medha.routing.known_replicas import Forwarded, KnownReplica
 from medha.routing.replica_demand import DemandTerms, ModelWork
 from medha.routing.router_core import RouterCore

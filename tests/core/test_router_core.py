@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.declared import DeclaredModel
+from medha.api.declared import DeclaredModel
 from medha.kv.prefix_cache import PrefixHasher
 from medha.routing.known_models import KnownModel
 from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, Prefix, marks

@@ -19,7 +19,7 @@ import pytest
 import trustme
 
 from gateways.envoy import Config, Envoy, block, on_loopback, running_envoy, with_files
-from medha.api_keys import hash_of
+from medha.api.api_keys import hash_of
 from medha.wire.messages import Emit, Submit
 from medha_process.host_resources import free_port
 from medha_router.tokenizer_bundle import Bundle

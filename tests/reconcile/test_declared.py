@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from medha.declared import DeclaredModel, from_text
+from medha.api.declared import DeclaredModel, from_text
 from medha_operator.declared import (
     Declarations,
     declaration,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from medha.declared import DeclaredModel, to_text, usable_aliases
+from medha.api.declared import DeclaredModel, to_text, usable_aliases
 from medha_router.declared import DeclaredFiles
 
 A, B = (DeclaredModel(name=name, service_classes=("default",), replicas=1) for name in "ab")

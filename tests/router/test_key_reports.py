@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medha.api_keys import ApiKey, ApiKeys, hash_of
+from medha.api.api_keys import ApiKey, ApiKeys, hash_of
 from medha_router.api_error import ApiError
 from medha_router.key_accounts import Account, KeyAccounts
 from medha_router.router_metrics import Observer

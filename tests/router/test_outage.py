@@ -12,7 +12,7 @@ import openai
 import pytest
 import zmq
 
-from medha.declared import DeclaredModel, to_text
+from medha.api.declared import DeclaredModel, to_text
 from medha_links.key_files import KeyPair, read_public_key
 from medha_links.sockets import connect
 from medha_router.tokenizer_bundle import Bundle

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from medha.declared import DeclaredModel
+from medha.api.declared import DeclaredModel
 
 from .conftest import Script, ScriptedReplica, say, wait_for
 from .test_tools import CHAT, QUESTION, RESPONSES, STRICT, TOOL, Serving, files_of, serving_models, spelled

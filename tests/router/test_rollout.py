@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from medha.declared import DeclaredModel, to_text
+from medha.api.declared import DeclaredModel, to_text
 from medha.wire.messages import Emit
 from medha_router.tokenizer_bundle import Bundle
 

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 from tokenizers import AddedToken, Tokenizer
 
-from medha.declared import DeclaredModel, to_text
+from medha.api.declared import DeclaredModel, to_text
 from medha_router import grammar_check
 from medha_router.grammar_check import GrammarCheck, Unchecked
 from medha_router.prepare import Catalog, ModelTerms, prepare

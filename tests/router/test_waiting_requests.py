@@ -12,7 +12,7 @@ from unittest.mock import patch
 import httpx
 import pytest
 
-from medha.declared import DeclaredModel, to_text
+from medha.api.declared import DeclaredModel, to_text
 from medha.routing.replica_demand import OPEN_SHARE
 from medha.routing.waiting_room import WaitingRoom
 from medha_process.router_settings import RouterSettings

@@ -24,8 +24,8 @@ import pytest
 import yaml
 
 from benchmark import benchmark
-from medha.api_keys import hash_of
-from medha.declared import DeclaredModel, to_text
+from medha.api.api_keys import hash_of
+from medha.api.declared import DeclaredModel, to_text
 
 SERVED = benchmark("served")
 pytestmark = pytest.mark.timeout(400)  # eight processes start, on a machine that may do other things

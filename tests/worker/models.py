@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from medha.determinism import Determinism
+from medha.api.determinism import Determinism
 from medha_worker.checkpoints.head_checkpoint import eagle3_config
 from medha_worker.device import host_device
 from medha_worker.kernels.name_table import choose_kernels, torch_kernels

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha.determinism import Determinism
+from medha.api.determinism import Determinism
 from medha.model.kv_dtype import KvDtype
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import DiskReport, PromptLogprobs, Sample, Step, Tokens

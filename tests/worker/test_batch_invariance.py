@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from medha.api.determinism import Determinism
 from medha.api.model_spec import ModelSource, ModelSpec
 from medha.api.replica import MedhaReplicaSpec, ParallelismSpec
-from medha.determinism import Determinism
 from medha.errors import ConfigInvalid
 from medha.topology import Topology
 from medha_process.part_settings import RankSettings

@@ -1,1 +1,1 @@
-"""The resources that users write, and the meaning of their fields."""
+"""The manifests and key files that users write, the meaning of their fields, and the models that manifests name."""

@@ -19,6 +19,7 @@ from medha.api.cluster import (
     RouterReference,
     SecretKey,
 )
+from medha.api.determinism import Determinism
 from medha.api.fields import (
     ENDPOINT_PATTERN,
     SIZE_RULES,
@@ -34,10 +35,9 @@ from medha.api.fields import (
 )
 from medha.api.kv_cache_spec import KvCacheSpec
 from medha.api.model_spec import ModelSpec
+from medha.api.replica_role import ReplicaRole
 from medha.api.speculation_spec import SpeculationSpec
-from medha.determinism import Determinism
 from medha.errors import ConfigInvalid
-from medha.replica_role import ReplicaRole
 
 API_VERSION = "medha.dev/v1alpha1"
 KIND = "MedhaReplica"

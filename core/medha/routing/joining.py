@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from medha.declared import DeclaredModel
+from medha.api.declared import DeclaredModel
 from medha.wire.messages import Announce
 
 UNDECLARED_SECONDS = 5.0

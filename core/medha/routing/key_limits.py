@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from medha.api_keys import ApiKey
+from medha.api.api_keys import ApiKey
 
 Limit = Literal["requestsPerMinute", "tokensPerMinute", "concurrency", "serviceClasses"]
 LIMITS: tuple[Limit, ...] = ("requestsPerMinute", "tokensPerMinute", "concurrency", "serviceClasses")

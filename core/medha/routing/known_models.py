@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from medha.declared import AUTO, DeclaredModel, usable_aliases
+from medha.api.declared import AUTO, DeclaredModel, usable_aliases
 from medha.slo import FALLBACK_TERMS
 from medha.wire.messages import Announce
 

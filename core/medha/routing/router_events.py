@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from medha.declared import DeclaredModel
+from medha.api.declared import DeclaredModel
 from medha.routing.prefix_memory import Prefix
 from medha.wire.messages import (
     Announce,

@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from medha.replica_role import ReplicaRole
+from medha.api.replica_role import ReplicaRole
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import History, Launched, OpenPhase
 from medha.scheduler.request import Request

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from medha.replica_role import ReplicaRole
+from medha.api.replica_role import ReplicaRole
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Facts, History
 from medha.scheduler.status_report import AttainmentStatus, Order, ReplicaStatus, status

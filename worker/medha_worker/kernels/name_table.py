@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-from medha.determinism import Determinism
+from medha.api.determinism import Determinism
 from medha.errors import ConfigInvalid
 from medha_worker.device import Device
 from medha_worker.kernels.batch_invariant import batch_invariant_kernels

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from medha.api.determinism import Determinism
 from medha.cost.predictor import Work
-from medha.determinism import Determinism
 from medha.errors import ConfigInvalid, OutOfMemory
 from medha.model.kv_dtype import KvDtype
 from medha.wire.messages import Sampling
