@@ -19,9 +19,9 @@ from functools import partial
 
 from harness import Loop, Row, claim, exit_with, in_turn, parser, report, table
 
+from medha.observing.timeline import Began, Computed, Finished, Placed, Sampled, Timeline
 from medha.routing.router_core import RouterCore
 from medha.routing.router_events import Send
-from medha.timeline import Began, Computed, Finished, Placed, Sampled, Timeline
 from medha.wire.messages import Extent, Step, StepEntry, Submit
 from medha_router.request_spans import RequestSpans, TracedTimeline
 from medha_traces.exporting import SpanSource

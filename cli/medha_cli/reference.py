@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from medha.metric_catalogue import reference_page
+from medha.observing.metric_catalogue import reference_page
 from medha_cli.main import main
 from medha_router.field_page import fields_page
 

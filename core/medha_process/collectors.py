@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from medha.metric_catalogue import Metric
+from medha.observing.metric_catalogue import Metric
 
 
 class Collectors:

@@ -1,6 +1,6 @@
 """Folds what happens to a sequence at a replica into spans: one for its time there, and one for each segment of its bar.
 
-The bars are those of `medha.timeline`, which the page `/ui` draws, so that page and traces show the same. A bar merges the
+The bars are those of `medha.observing.timeline`, which the page `/ui` draws, so that page and traces show the same. A bar merges the
 closest segments when it has too many, and the spans are bounded with it. Everything is pure: times come in, and nothing
 imports OpenTelemetry.
 """
@@ -12,7 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from medha.timeline import Bar, Began, Finished, Happening, Placed, Sampled, Segment, SegmentKind, Timeline
+from medha.observing.timeline import (
+    Bar,
+    Began,
+    Finished,
+    Happening,
+    Placed,
+    Sampled,
+    Segment,
+    SegmentKind,
+    Timeline,
+)
 from medha.wire.messages import Step
 from medha_traces import attribute_names as names
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from medha.metric_catalogue import OPERATOR_METRICS
+from medha.observing.metric_catalogue import OPERATOR_METRICS
 from medha_operator.index import Index
 from medha_operator.kube.kinds import DEPLOYMENT, REPLICA
 from medha_operator.kube.store import Document

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp
 
-from medha.metric_catalogue import UNKNOWN_MODEL
+from medha.observing.metric_catalogue import UNKNOWN_MODEL
 from medha.routing.joining import awaited, may_accept
 from medha.routing.waiting_room import WaitingRoom
 from medha.slo import FALLBACK_TERMS

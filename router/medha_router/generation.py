@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import isfinite
 
+from medha.observing.timeline import Began
 from medha.routing.prefix_memory import Prefix
 from medha.routing.router_events import Arrive, Deliver, Fail, NewSequence
-from medha.timeline import Began
 from medha.wire.frames import TokenIds
 from medha.wire.messages import PromptLogprobs, ServiceClassTerms, TokenLogprob
 from medha_router.api_error import ApiError

@@ -25,6 +25,7 @@ import zmq.asyncio
 
 from medha.errors import CheckpointInvalid, WireInvalid
 from medha.kv.prefix_cache import PrefixHasher
+from medha.observing.timeline import Timeline
 from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, Prefix, marks
 from medha.routing.replica_demand import DemandTerms
 from medha.routing.router_core import RouterCore
@@ -46,7 +47,6 @@ from medha.routing.router_events import (
     SendPrompt,
 )
 from medha.routing.routing_limits import RoutingLimits
-from medha.timeline import Timeline
 from medha.wire.bundle_digest import BUNDLE_FILES, MAX_BUNDLE_BYTES, bundle_digest
 from medha.wire.frames import TOKENS_PER_FRAME, TokenIds, decode, encode, tokens_to_frame
 from medha.wire.messages import (

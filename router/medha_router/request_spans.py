@@ -1,6 +1,6 @@
 """The spans of a router: an HTTP request, what is done before it waits, and its sequences with each attempt at a replica.
 
-A sequence's spans follow the happenings that its bar on the page `/ui` is made of (`medha.timeline`). The context of an
+A sequence's spans follow the happenings that its bar on the page `/ui` is made of (`medha.observing.timeline`). The context of an
 attempt travels in its `Submit`, so that the replica's own spans are below it. Nothing here exists unless traces are on.
 """
 
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from medha.observing.timeline import Began, Finished, Happening, Interrupted, Sampled, Timeline
 from medha.routing.prefix_memory import prefill_seconds
 from medha.routing.router_core import RouterCore
 from medha.routing.router_events import Send as Forward
-from medha.timeline import Began, Finished, Happening, Interrupted, Sampled, Timeline
 from medha.wire.messages import Cancel, FetchBundle, Submit
 from medha_router.access_log import Entry
 from medha_router.api_error import ApiError

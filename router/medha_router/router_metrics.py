@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from medha.api.api_keys import owner_of_key
 from medha.api.replica_role import ReplicaRole
-from medha.metric_catalogue import (
+from medha.observing.metric_catalogue import (
     KEY_METRICS,
     LOST_SPANS,
     NOT_TOKENISED,

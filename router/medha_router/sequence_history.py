@@ -12,7 +12,8 @@ from dataclasses import replace as dataclass_replace
 from math import inf
 from typing import Literal, get_args
 
-from medha.metric_catalogue import LONG_PROMPT_TOKENS
+from medha.observing.metric_catalogue import LONG_PROMPT_TOKENS
+from medha.observing.timeline import Finished, Interrupted, Placed, Sampled, Timeline
 from medha.routing.prefix_memory import prefill_seconds
 from medha.routing.router_events import (
     Abandon,
@@ -29,7 +30,6 @@ from medha.routing.router_events import (
     Send,
 )
 from medha.scheduler.request_progress import happenings_of
-from medha.timeline import Finished, Interrupted, Placed, Sampled, Timeline
 from medha.wire.messages import Announce, Cancel, Failed, ProgressReport, Refused, Submit
 
 LeaveReason = Literal["refused", "rank_lost", "replica_lost", "moved", "prefilled"]

@@ -21,9 +21,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from medha.replica_figures import replica_figures
+from medha.observing.replica_figures import replica_figures
+from medha.observing.timeline import Timeline
 from medha.routing.router_core import RouterCore
-from medha.timeline import Timeline
 from medha_router.api_error import ApiError
 from medha_router.event_streams import EventStream, event, json_response
 from medha_router.origin_policy import host_name, is_loopback

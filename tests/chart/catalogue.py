@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from medha.metric_catalogue import CATALOGUE, Metric
+from medha.observing.metric_catalogue import CATALOGUE, Metric
 
 _NAME = re.compile(r"\b(?:medha_\w+|vllm:\w+)")
 _SELECTOR = re.compile(r"\b((?:medha_|vllm:)\w+)\{([^}]*)\}")

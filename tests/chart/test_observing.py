@@ -12,7 +12,7 @@ import yaml
 
 from chart.catalogue import problems
 from chart.helm import CHART, ROOT, Helm, alert_names, find, rules
-from medha.metric_catalogue import RANK_METRICS
+from medha.observing.metric_catalogue import RANK_METRICS
 
 GUIDE = (ROOT / "docs" / "observing.md").read_text(encoding="utf-8")
 DASHBOARDS = sorted((ROOT / "dashboards").glob("*.json"))

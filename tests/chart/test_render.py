@@ -14,7 +14,7 @@ from chart.chart_generator import chart_generator
 from chart.helm import CHART, NAMESPACE, RELEASE, ROOT, Helm, HelmFailed, Manifest, find, pods
 from chart.tables import EVERYTHING, TABLE
 from medha.api.replica import MedhaReplicaSpec
-from medha.metric_catalogue import ROUTER_METRICS
+from medha.observing.metric_catalogue import ROUTER_METRICS
 from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.manifests import Owner, pod_templates, router_address
 from medha_process.pod_contract import ROUTER_CONTROL_PORT, ROUTER_TOKENS_PORT

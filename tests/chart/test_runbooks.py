@@ -12,7 +12,7 @@ import yaml
 
 from chart.catalogue import problems, series
 from chart.helm import ROOT, Helm, HelmFailed, alert_names, rules
-from medha.metric_catalogue import CATALOGUE
+from medha.observing.metric_catalogue import CATALOGUE
 
 RUNBOOKS = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "runbooks").glob("*.md")}
 PARTS = ("What it means", "What users notice", "Diagnosis", "What to do")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from medha.metric_catalogue import CATALOGUE, Metric, prompt_length_label, reference_page
+from medha.observing.metric_catalogue import CATALOGUE, Metric, prompt_length_label, reference_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -33,5 +33,5 @@ def test_prompt_lengths_fall_into_their_class() -> None:
 
 
 def test_the_reference_page_is_up_to_date() -> None:
-    message = "docs/metrics.md is out of date; write medha.metric_catalogue.reference_page() to it"
+    message = "docs/metrics.md is out of date; write medha.observing.metric_catalogue.reference_page() to it"
     assert (DOCS / "metrics.md").read_text(encoding="utf-8") == reference_page(), message

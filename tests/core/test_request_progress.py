@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from medha.observing.timeline import Interrupted, Timeline
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import History
 from medha.scheduler.request_progress import happenings, happenings_of, progress
-from medha.timeline import Interrupted, Timeline
 from medha.wire.messages import Emit, StageFree, SteppedAside, Submit
 
 

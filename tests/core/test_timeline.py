@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.timeline import (
+from medha.observing.timeline import (
     MOST_SEGMENTS,
     Bar,
     Began,

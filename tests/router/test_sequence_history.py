@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.metric_catalogue import LONG_PROMPT_TOKENS
+from medha.observing.metric_catalogue import LONG_PROMPT_TOKENS
+from medha.observing.timeline import Began, Timeline
 from medha.routing.router_core import RouterCore
 from medha.routing.router_events import (
     Abandon,
@@ -23,7 +24,6 @@ from medha.routing.router_events import (
     Send,
 )
 from medha.routing.routing_limits import RoutingLimits
-from medha.timeline import Began, Timeline
 from medha.wire.messages import (
     Announce,
     ChunkProgress,

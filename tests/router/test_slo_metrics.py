@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from medha.metric_catalogue import LONG_PROMPT_TOKENS
+from medha.observing.metric_catalogue import LONG_PROMPT_TOKENS
 from medha.wire.messages import Emit
 from medha_router.tokenizer_bundle import Bundle
 

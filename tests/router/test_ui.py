@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from browser import Browser, browser, needs_browser
-from medha.timeline import Began, Computed, Finished, Happening, Placed, Sampled, Timeline
+from medha.observing.timeline import Began, Computed, Finished, Happening, Placed, Sampled, Timeline
 from medha.wire.messages import ChunkProgress, ProgressReport
 from medha_router.ui import MOST_WATCHERS
 from router.conftest import (

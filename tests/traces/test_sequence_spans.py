@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.timeline import (
+from medha.observing.timeline import (
     MOST_SEGMENTS,
     Began,
     Computed,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from medha.metric_catalogue import THROTTLE_MEANINGS
+from medha.observing.metric_catalogue import THROTTLE_MEANINGS
 from medha.wire.messages import GpuFigures
 from medha_worker.host_memory import HostMemory, MemoryFigures
 from medha_worker.nvml import (

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from medha.errors import WireInvalid
-from medha.metric_catalogue import RANK_METRICS, STEP_PARTS
+from medha.observing.metric_catalogue import RANK_METRICS, STEP_PARTS
 from medha.topology import Topology
 from medha.wire.frames import decode, encode
 from medha.wire.messages import Failed, GpuFigures, RankReport, RankXid

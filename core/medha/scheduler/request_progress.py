@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from medha.observing.timeline import Began, Computed, Finished, Happening, Interrupted, Placed, Sampled
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import History
 from medha.scheduler.validation import class_name
-from medha.timeline import Began, Computed, Finished, Happening, Interrupted, Placed, Sampled
 from medha.wire.messages import (
     Cancel,
     ChunkProgress,

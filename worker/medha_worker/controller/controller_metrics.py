@@ -7,7 +7,7 @@ from collections import defaultdict
 from prometheus_client import CollectorRegistry
 
 from medha.kv.store_tier import StoreCounts
-from medha.metric_catalogue import CONTROLLER_METRICS, LOST_SPANS
+from medha.observing.metric_catalogue import CONTROLLER_METRICS, LOST_SPANS
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Completed, Facts, Launched, OpenRequest
 from medha.scheduler.status_report import kv_by_lane

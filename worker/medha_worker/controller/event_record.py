@@ -18,11 +18,11 @@ from pydantic_core import to_json
 
 from medha.api.replica import MedhaReplicaSpec
 from medha.cost.cost_profile import Profile
-from medha.replica_figures import replica_figures
+from medha.observing.replica_figures import replica_figures
+from medha.observing.timeline import Timeline
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import History
 from medha.scheduler.request_progress import happenings
-from medha.timeline import Timeline
 from medha.wire.frames import digest, encode
 from medha.wire.messages import Announce, ControllerCommand, ControllerEvent, Drain, RankReady, Tick
 

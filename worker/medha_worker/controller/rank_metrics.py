@@ -8,7 +8,7 @@ from collections.abc import Iterator, Set
 from prometheus_client import CollectorRegistry
 
 from medha.errors import WireInvalid
-from medha.metric_catalogue import RANK_METRICS, STEP_PARTS, THROTTLE_MEANINGS
+from medha.observing.metric_catalogue import RANK_METRICS, STEP_PARTS, THROTTLE_MEANINGS
 from medha.topology import Topology
 from medha.wire.messages import GpuFigures, RankReport, RankXid
 from medha_process.collectors import Collectors

@@ -27,7 +27,7 @@ PREPARED = "prepare"
 """Name of a step's planning: a part of the step, or a span if another thread planned it before the step began."""
 FORWARD, SAMPLE = "forward", "sample"
 _PART_OF = {"receive tokens": "receive", "send tokens": "send"}
-"""Part of a step for names in a trace; the others are parts themselves (`medha.metric_catalogue.STEP_PARTS`)."""
+"""Part of a step for names in a trace; the others are parts themselves (`medha.observing.metric_catalogue.STEP_PARTS`)."""
 
 _Watched = TypeVar("_Watched")
 

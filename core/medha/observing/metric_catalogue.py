@@ -345,7 +345,7 @@ def reference_page() -> str:
     parts = [
         "# Metrics",
         "",
-        "Generated from `core/medha/metric_catalogue.py` (`reference_page`); a test compares the two. Counters are exposed",
+        "Generated from `core/medha/observing/metric_catalogue.py` (`reference_page`); a test compares the two. Counters are exposed",
         "with `_total`, histograms with `_bucket`, `_sum` and `_count`. The label `prompt_tokens` names the",
         f"length class of the prompt: {', '.join(f'`le_{bound}`' for bound in PROMPT_LENGTH_BOUNDS)} or `more`;",
         f"`{NOT_TOKENISED}` if a request was refused before its length was known.",
