@@ -7,7 +7,7 @@ from typing import Any
 from cluster.api import OWNED, Api, condition
 from medha.api.replica import MedhaReplicaSpec
 from medha_operator.kube.kinds import DEPLOYMENT, POD, REPLICA
-from medha_operator.manifest_overlay import holds
+from medha_operator.kube.manifest_overlay import holds
 from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.drift import additions
 from medha_operator.replica.manifests import (

@@ -23,7 +23,7 @@ from cluster.api import Api, Document, condition, eventually
 from medha_operator.deployment.observed_deployment import ObservedDeployment
 from medha_operator.deployment.plan_deployment import plan_deployment
 from medha_operator.kube.kinds import DEPLOYMENT, POD, REPLICA, SECRET, Kind
-from medha_operator.manifest_overlay import holds
+from medha_operator.kube.manifest_overlay import holds
 from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.actions import Action, Apply
 from medha_operator.replica.observed import Observed

@@ -20,7 +20,7 @@ from cluster.control_plane import ControlPlane
 from cluster.operator_process import Operator, limited_kubeconfig, operator
 from medha.api.declared import from_text
 from medha_cli.main import main
-from medha_operator import manifest_overlay
+from medha_operator.kube import manifest_overlay
 from medha_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, EVENT, KINDS, POD, REPLICA, ROUTER, SECRET
 from medha_operator.operator_settings import OperatorSettings
 from situations.recording import record

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from medha_operator.manifest_overlay import holds, overlaid
+from medha_operator.kube.manifest_overlay import holds, overlaid
 
 POD: dict[str, Any] = {
     "containers": [{"name": "worker", "image": "a", "env": [{"name": "A", "value": "1"}], "args": ["x"]}],

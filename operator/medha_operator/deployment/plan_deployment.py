@@ -43,7 +43,7 @@ from medha_operator.deployment.observed_deployment import (
     next_number,
 )
 from medha_operator.kube.kinds import DEPLOYMENT, OUR_LABELS, REPLICA, Manifest
-from medha_operator.manifest_overlay import holds, overlaid
+from medha_operator.kube.manifest_overlay import holds, overlaid
 from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.actions import (
     Action,

@@ -19,7 +19,7 @@ from medha.api.model_spec import DraftSource, ModelSource
 from medha.api.replica import MedhaReplicaSpec, TracesSpec
 from medha_operator.gang import gang_of
 from medha_operator.kube.kinds import OUR_LABELS, REPLICA, Manifest
-from medha_operator.manifest_overlay import overlaid
+from medha_operator.kube.manifest_overlay import overlaid
 from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.revision import Revision
 from medha_process.pod_contract import (

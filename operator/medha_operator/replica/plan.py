@@ -17,7 +17,7 @@ from medha.api.cluster import NO_ACCELERATOR, RestartSpec
 from medha.api.replica import MedhaReplicaSpec
 from medha_operator.gang import KINDS
 from medha_operator.kube.kinds import Manifest
-from medha_operator.manifest_overlay import holds
+from medha_operator.kube.manifest_overlay import holds
 from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.actions import (
     Action,
