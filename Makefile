@@ -164,7 +164,7 @@ gen: $(STAMP) ## write the generated files: the version where it stands, crds/, 
 	$(BIN)/python -m medha_operator.crds crds
 	$(BIN)/python dashboards/generate.py dashboards charts/medha/files/dashboards
 	$(BIN)/python charts/generate.py
-	$(BIN)/python -m tests.worker.flashinfer_defects
+	$(BIN)/python -m tests.worker.kernels.flashinfer_defects
 	$(BIN)/python benchmarks/gpu_page.py
 	$(BIN)/python benchmarks/models_page.py
 	$(BIN)/python benchmarks/convoy_page.py

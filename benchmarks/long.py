@@ -194,9 +194,22 @@ def _long_tests() -> Iterator[str]:
 
 
 def folders_of_properties() -> list[str]:
-    """Return the folders that have property tests."""
-    tests = (ROOT / "tests").glob("*/test_*.py")
-    return sorted({str(path.parent.relative_to(ROOT)) for path in tests if _has_properties(path)})
+    """Return the folders of `tests` that have property tests, in themselves or in their wings."""
+    tests = (
+        path.relative_to(ROOT) for path in (ROOT / "tests").glob("*/**/test_*.py") if _has_properties(path)
+    )
+    return sorted({_folder(str(path)) for path in tests})
+
+
+def _folder(name: str) -> str:
+    """Return the folder of `tests` that a file or folder lies in or is: a package's folder, if the file is in a wing."""
+    return str(Path(*Path(name).parts[:2]))
+
+
+def _python_files(folder: str) -> set[Path]:
+    """Return the Python files of a folder of `tests` and of its wings, which are the folders in it that have tests."""
+    wings = {path.parent for path in (ROOT / folder).rglob("test_*.py")}
+    return {path for wing in {ROOT / folder, *wings} for path in wing.glob("*.py")}
 
 
 def _has_properties(path: Path) -> bool:
@@ -260,12 +273,12 @@ def _commit(test: str) -> str:
 def read_by(test: str) -> list[str]:
     """Return pathspecs of the files that a row may read.
 
-    Of the Python files in its folder, these are its own tests and what they need; of the benchmarks, those that
-    they run or name.
+    Of the Python files in its folder and in all wings of that, these are its own tests and what they need; of the
+    benchmarks, those that they run or name.
     """
     name = test.partition("::")[0]
-    folder = name if name == test else str(Path(name).parent)
-    beside = set((ROOT / folder).glob("*.py"))
+    folder = _folder(name)
+    beside = _python_files(folder)
     # A row that is a folder runs its property tests.
     own = (
         {path for path in beside if _is_test(path) and _has_properties(path)}

@@ -58,7 +58,7 @@ FAMILY = re.compile(r"qwen3_?moe", re.IGNORECASE)
 DECLARED_IN = "worker/medha_worker/model/families/qwen3_moe.py"
 SOURCES = ("core", "worker", "sim", "cli")
 LONGEST_LINE = 110  # characters that are shown
-TESTS = ("tests/worker/test_model_transformer.py", "tests/worker/test_exactness.py")
+TESTS = ("tests/worker/model/test_model_transformer.py", "tests/worker/replicas/test_exactness.py")
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "") -> str:

@@ -48,8 +48,8 @@ def test_a_row_depends_on_the_programs_examples_and_settings_that_its_tests_use(
         ("tests/campaign/test_sample.py::test", "tests/cluster/api.py"),
         ("tests/chart/test_findings.py::test", "charts/medha/values.yaml"),
         ("tests/chart/test_findings.py::test", "docs/chart-findings.md"),
-        ("tests/worker/test_store_faults.py::test", "tests/cluster/binaries.py"),
-        ("tests/worker/test_store_faults.py::test", "tests/held_writes.c"),
+        ("tests/worker/rank/test_store_faults.py::test", "tests/cluster/binaries.py"),
+        ("tests/worker/rank/test_store_faults.py::test", "tests/held_writes.c"),
         ("tests/serving/test_real_collector.py::test", "tests/cluster/go/collector/main.go"),
         (f"{QUICK}[operator_scale]", "tests/cluster/binaries.py"),
     ],
@@ -113,12 +113,17 @@ def test_a_replica_on_one_machine_loads_none_of_the_commands_that_its_rows_do_no
         ("tests/worker", ["test_exactness.py", "test_model_transformer.py"], ["test_engine_load.py"]),
         ("tests/core", ["test_replica_controller_machine.py", "replayed.py"], ["test_run_ahead.py"]),
         (
-            "tests/worker/test_controlled.py::test",
+            "tests/core/kv/test_disk_tier.py::test",
+            ["conftest.py", "drafted.py", "test_store_kv.py", "pools.py", "single_server.py"],
+            ["replayed.py", "test_pools.py", "test_guarded.py", "process.py"],
+        ),
+        (
+            "tests/worker/replicas/test_controlled.py::test",
             ["ranks.py", "quantised_models.py"],
             ["eagle3_reference.py"],
         ),
         (
-            "tests/worker/test_drawn_models.py::test",
+            "tests/worker/replicas/test_drawn_models.py::test",
             ["quantised_models.py", "test_exactness.py"],
             ["eagle3_reference.py"],
         ),
@@ -143,7 +148,7 @@ def test_a_quick_run_reads_its_benchmark_and_what_that_needs_and_no_other() -> N
     ("edited", "text", "holds_until_commit", "holds"),
     [
         ("README.md", "two\n", True, True),
-        ("tests/worker/test_rank.py", "TWO = 2\n", False, False),
+        ("tests/worker/rank/test_rank.py", "TWO = 2\n", False, False),
         ("tests/worker/test_plain.py", "TWO = 2\n", True, True),
         ("core/medha/wire/frames.py", "TWO = 2\n", False, False),
         ("core/medha/wire/frames.py", "# a comment\n\n", False, True),
@@ -162,7 +167,7 @@ def test_a_row_holds_until_something_that_it_reads_is_committed_anew(
     argv = ("tests/worker", "-q")
     paths = {
         "README.md": "one\n",
-        "tests/worker/test_rank.py": "import hypothesis\n",
+        "tests/worker/rank/test_rank.py": "import hypothesis\n",
         "tests/worker/test_plain.py": "import pytest\n",
         "core/medha/wire/frames.py": "ONE = 1\n",
         "core/medha/wire/frames.txt": "one\n",
@@ -203,6 +208,14 @@ def test_a_row_holds_until_something_that_it_reads_is_committed_anew(
 def test_comments_docstrings_and_layout_are_no_part_of_code(changed: str, is_same: bool) -> None:
     first = 'def f(x):\n    """One."""\n    return x\n'
     assert (LONG["code_of"](first) == LONG["code_of"](changed)) is is_same
+
+
+def test_a_campaign_runs_the_property_tests_of_a_package_in_all_of_its_wings() -> None:
+    tests = [
+        path.relative_to(ROOT).parts for path in (ROOT / "tests").rglob("test_*.py") if uses_hypothesis(path)
+    ]
+    assert {"core", "worker"} <= {parts[1] for parts in tests if len(parts) == 4}
+    assert LONG["folders_of_properties"]() == sorted({f"tests/{parts[1]}" for parts in tests})
 
 
 def test_rows_of_a_file_run_together_and_a_campaign_alone() -> None:
@@ -252,3 +265,7 @@ def test_a_process_of_rows_finds_the_folders_of_tests_before_benchmarks_of_the_s
 def files_read_by(test: str) -> list[str]:
     listed = ["git", "ls-files", "--", *LONG["read_by"](test)]
     return subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+
+
+def uses_hypothesis(path: Path) -> bool:
+    return re.search(r"^(from|import) hypothesis", path.read_text(), re.MULTILINE) is not None

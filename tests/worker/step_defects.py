@@ -21,11 +21,11 @@ WORKER = ROOT / "worker"
 WATCHED, FAMILIES, CAPTURED, ORDERED, PLANE = (
     f"tests/worker/{name}.py"
     for name in (
-        "test_device",
-        "test_device_families",
-        "test_decode_graphs",
-        "test_step_order",
-        "test_nccl_plane",
+        "model/test_device",
+        "model/test_device_families",
+        "model/test_decode_graphs",
+        "model/test_step_order",
+        "rank/test_nccl_plane",
     )
 )
 HOW = {

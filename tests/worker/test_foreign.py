@@ -54,10 +54,10 @@ from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.link import Link
 
 from ..frames import frames, is_dropped
-from .test_controller import IDS, READY, Stage
-from .test_rank import SPEC as RANK_SPEC
-from .test_rank import START_SECONDS
-from .test_rank import Stage as RankStage
+from .controller.test_controller import IDS, READY, Stage
+from .rank.test_rank import SPEC as RANK_SPEC
+from .rank.test_rank import START_SECONDS
+from .rank.test_rank import Stage as RankStage
 
 ACCEPTS: dict[str, tuple[type[Message], ...]] = {
     "rank_control": (

@@ -9,7 +9,7 @@ Names and tokens are encoded as signs with a parity bit: any two codes differ in
 scores of wrong places fall behind by a known number of nats. With `rope_theta` = 8^16, pair i of a head turns
 by 8^-i radian per token: pairs 0 to 6 distinguish positions over more than a million tokens, pairs 7 to 15
 hardly turn and carry what must not depend on position. `docs/needle.md` has the algebra,
-`tests/worker/test_needle.py` the margins.
+`tests/worker/checkpoints/test_needle.py` the margins.
 """
 
 from __future__ import annotations
