@@ -1126,8 +1126,8 @@ def claims_of(parts: dict[str, Row]) -> list[Row]:
                   row["fp8_seconds"] / row["seconds"], "ratio", 0.8)
             for row in rounded["steps"] if row["context"] >= 131_072
         ]  # fmt: skip
-    if promised := parts.get("determinism"):
-        found.append(claim("batch-invariant kernels refused", int("refused" in promised), "kernels", 0))
+    if invariance := parts.get("determinism"):
+        found.append(claim("batch-invariant kernels refused", int("refused" in invariance), "kernels", 0))
     if (numbers := parts.get("numerics")) and "error" in numbers:
         found.append(
             claim(

@@ -204,7 +204,7 @@ SLO = Dashboard(
         "Deadlines": [
             Panel("Short prompts beside long ones", "Do short requests wait while a long prefill is in flight on their replica? The two pairs of lines should be close.", "s", _quantiles("medha_short_prompt_ttft_seconds", _R, "beside_long")),
             Panel("Slack at the first token", "Share of its target that a request has left when its first token comes. Below 0, it is late.", "percentunit", _slack(), minimum=None),
-            Panel("First token after forwarding", "When was the first token expected, as the replica's load promised when the request was forwarded, and when did it come?", "s", {f"{legend} observed": query for legend, query in _quantiles("medha_forwarded_ttft_observed_seconds", _R).items()} | {f"{legend} predicted": query for legend, query in _quantiles("medha_forwarded_ttft_predicted_seconds", _R).items()}),
+            Panel("First token after forwarding", "When was the first token predicted, from the replica's load when the request was forwarded, and when did it come?", "s", {f"{legend} observed": query for legend, query in _quantiles("medha_forwarded_ttft_observed_seconds", _R).items()} | {f"{legend} predicted": query for legend, query in _quantiles("medha_forwarded_ttft_predicted_seconds", _R).items()}),
             Panel("First token, observed divided by predicted", "For which prompts does the router expect too much or too little? More urgent requests that arrive later, and a wait for KV, bring them above 1.", "short", _quantiles("medha_forwarded_ttft_prediction_error_ratio", _R, "prompt_tokens", (0.5,))),
         ],
         "Queue": [
