@@ -420,7 +420,7 @@ class HostTier:
         return count
 
     def _count_served(self, held: Iterable[Held], tickets: int) -> None:
-        """Add `tickets` to the number of tickets that keep each of these parts; this looks at no other extents."""
+        """Add `tickets` to the number of tickets that keep each of these parts; this examines no other extents."""
         for one in held:
             parts = self._served_parts.setdefault(one.extent, Counter())
             before = sum(stop - start for start, stop in _joined(parts))
@@ -1065,7 +1065,7 @@ def _within(
 ) -> list[str]:
     """Return those of the hashes `keys` that the blocks `start .. stop` of a prompt have, in the order of these blocks.
 
-    Where the blocks are many, this looks at the keys, and finds those whose block has the same place in the prompt. `place`
+    Where the blocks are many, this searches the keys, and finds those whose block has the same place in the prompt. `place`
     returns that of a key's block.
     """
     if not keys:

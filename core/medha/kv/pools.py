@@ -231,7 +231,7 @@ class _Lane:
         parts: list[tuple[int, Held | OnDisk]] = []
         while start < stop:
             found: Sequence[Held | OnDisk] = self.tier.match(hashes, start, stop, with_loading=True)
-            if not found and self.disk is not None:  # file by file, so that only what they hold is looked at
+            if not found and self.disk is not None:  # file by file, so that only what they hold is examined
                 found = self.disk.match(hashes, start, min(start + FILE_BLOCKS, stop))[:1]
                 lacks = sum(self.tier.lacks(hashes, start, start + one.count) for one in found)
                 found = self.disk.match(hashes, start, start + lacks)
@@ -451,7 +451,7 @@ class _Lane:
 class _LaneFetches:
     """The blocks that a sequence still has to fetch from the host tier of a lane.
 
-    A long prefix takes many steps, so each step looks only at the parts that it takes.
+    A long prefix takes many steps, so each step examines only the parts that it takes.
     """
 
     def __init__(self, parts: Iterable[Fetch]) -> None:
@@ -1132,7 +1132,7 @@ class KvPools:
 
     @property
     def offered_blocks(self) -> int:
-        """Blocks of objects that wait to be written to the store, or were not looked at."""
+        """Blocks of objects that wait to be written to the store, or were not examined."""
         return 0 if self.store is None else self._offers.objects * self.store.object_blocks
 
     def write_through(self, most_blocks: int) -> None:
@@ -1731,7 +1731,7 @@ class KvPools:
     def _whole_blocks(self, shards: ShardMap, tokens: int) -> dict[int, int]:
         """Return how many whole blocks of the first `tokens` tokens lie on each lane.
 
-        Each step of a striped prefill calls it, so it looks at no stripe: all begin at multiples of the block size.
+        Each step of a striped prefill calls it, so it examines no stripe: all begin at multiples of the block size.
         """
         return {
             lane: length // self.block_size_tokens for lane, length in shards.local_lengths(tokens).items()

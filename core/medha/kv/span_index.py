@@ -2,7 +2,7 @@
 
 A hash covers everything before its block in the prompt. So two prompts that have one block in common also have those before it, and
 a few blocks of a long span suffice to find all others: its first one, and those that are *marked*, because their hash ends with a 0,
-one of sixteen on average. To find another block, one looks at those near it in the prompt that is asked for.
+one of sixteen on average. Another block is found by those near it in the prompt that is asked for.
 
 Of a short span, all blocks are in the index. A few blocks of a long one may not be found: where a lane also has other blocks
 of the prompt next to them, or once a span that has some of the same blocks is removed. Such a block counts as missing; it is

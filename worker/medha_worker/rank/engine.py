@@ -516,7 +516,9 @@ class Loaded:
             fault = ""
             try:
                 if not self._weights:
-                    raise OSError(f"the checkpoint in {settings.model_directory} cannot be told from others")
+                    raise OSError(
+                        f"the checkpoint in {settings.model_directory} cannot be distinguished from others"
+                    )
                 files.acquire()
                 files.delete_ranks_from(settings.topology.ranks)
                 self._disk_seconds = files.measured_seconds(time.perf_counter)
@@ -546,7 +548,9 @@ class Loaded:
             digest = blake2b(identity.encode(), digest_size=16).hexdigest()
             try:
                 if not self._content:
-                    raise OSError(f"the checkpoint in {settings.model_directory} cannot be told from others")
+                    raise OSError(
+                        f"the checkpoint in {settings.model_directory} cannot be distinguished from others"
+                    )
                 self._peers = peer_blocks(
                     settings.peer_endpoint, host, digest, spec.plane, settings.peer_bytes_endpoint
                 )
@@ -571,7 +575,7 @@ class Loaded:
             try:
                 if not self._content:
                     raise StoreFailed(
-                        f"the checkpoint in {settings.model_directory} cannot be told from others"
+                        f"the checkpoint in {settings.model_directory} cannot be distinguished from others"
                     )
                 objects, self._store_key = opened_within(
                     lambda: KvObjects(spec, identity, host.block_bytes), _STORE_SECONDS
