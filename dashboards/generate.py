@@ -34,7 +34,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """One page of Grafana."""
+    """A page of Grafana."""
 
     name: str
     title: str

@@ -78,7 +78,7 @@ class Moved:
     tokens: int
     """Tokens whose KV it needed there."""
     read_tokens: int
-    """Those that it did not compute there again."""
+    """Tokens whose KV it read, and did not compute again."""
 
 
 Fact = Resubmitted | Resumed | ForwardedFirstToken | Moved

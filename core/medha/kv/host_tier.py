@@ -310,9 +310,9 @@ class TierCounts:
     demoted_blocks: int = 0
     dropped_blocks: int = 0
     swapped_out_blocks: int = 0
-    """Those of the demoted ones that were kept for requests that had stepped aside."""
+    """Demoted blocks that were kept for requests that had stepped aside."""
     swapped_in_blocks: int = 0
-    """Those of the fetched ones that such requests fetched when they came back."""
+    """Fetched blocks that requests fetched when they came back after they had stepped aside."""
 
 
 class HostTier:

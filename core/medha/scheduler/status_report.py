@@ -121,8 +121,8 @@ class StoreStatus(_Model):
 
 
 class PeersStatus(_Model):
-    """What this replica reads from other replicas of its model, and gives them (docs/kv-tiers.md); counts are of this epoch,
-    and of all lanes."""
+    """Reads of KV from other replicas of the model, and by them (docs/kv-tiers.md); counts are of this epoch, and of all
+    lanes."""
 
     hits: int
     """Prompts for which requests waited for KV of another replica."""
