@@ -43,7 +43,7 @@ class StepTiming:
     draft_seconds: float = 0.0  # the part of the last stage's time in which a draft model or head computes
 
     def draft(self, seconds: float) -> None:
-        """Let the last stage, which samples, draw guesses after the step; `seconds` is as predicted."""
+        """Let the last stage, which samples, propose guesses after the step; `seconds` is as predicted."""
         self.draft_seconds = seconds * self.slowness
         *others, last = self.stage_seconds
         self.stage_seconds = (*others, last + self.draft_seconds)

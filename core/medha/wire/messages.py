@@ -643,7 +643,7 @@ class StepEntry:
     for each guess, up to the first guess that differs from its token. If all guesses are right, it samples one token more.
 
     The rank that samples has the draft model. That first catches up: of the tokens before the entry's positions, it computes
-    up to `follows` that it has not computed yet, in order. Once none is left, it draws up to `draws` guesses at the tokens
+    up to `follows` that it has not computed yet, in order. Once none is left, it proposes up to `proposes` guesses at the tokens
     after those that are sampled, and the rank reports them in `Done.drafts`.
     """
 
@@ -654,7 +654,7 @@ class StepEntry:
     strategy: str = "local"
     shard_map_version: int = 0
     drafts: tuple[int, ...] = ()
-    draws: int = 0
+    proposes: int = 0
     follows: int = 0
 
     @property
@@ -802,9 +802,9 @@ class RankHello:
 
 @dataclass(frozen=True, slots=True)
 class DraftCosts:
-    """Measured times of a draft model's work, in seconds. It draws guesses in rounds, one of each sequence in a round."""
+    """Measured times of a draft model's work, in seconds. It proposes guesses in rounds, one of each sequence in a round."""
 
-    round_seconds: float  # of a round, however few guesses it draws
+    round_seconds: float  # of a round, however few guesses it proposes
     row_seconds: float  # that each guess adds to its round
     token_seconds: float = 0.0  # of each token of a sequence that it computes before
 
@@ -885,7 +885,7 @@ class RankReady:
     kv_element_bytes: int = 0
     """Bytes of one number of a key or value in memory; 0: as `element_bytes` (earlier release)."""
     kv_scales: str = ""  # digest of the scales of K and V; empty: they have none
-    draft_costs: DraftCosts | None = None  # of the rank that draws guesses; None: it has no draft model
+    draft_costs: DraftCosts | None = None  # of the rank that proposes guesses; None: it has no draft model
     window_blocks: int = 0
     """Blocks of the pool of layers that free KV before their window; 0: all layers keep the whole context."""
     widest_window_tokens: int = 0  # of these layers
@@ -972,7 +972,7 @@ class DiskReport:
     written: tuple[str, ...] = ()  # files
     not_written: tuple[str, ...] = ()
     no_space: tuple[str, ...] = ()
-    """Those of `not_written` for which the rank's disk had no space."""
+    """Files of `not_written` for which the rank's disk had no space."""
     loaded: tuple[tuple[int, float], ...] = ()  # (extent, seconds that reading took)
     not_loaded: tuple[int, ...] = ()  # extents
     damaged: tuple[str, ...] = ()

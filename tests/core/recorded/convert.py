@@ -12,13 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TYPES = {"Meet": "Rendezvous", "MemoryRanOut": "RankOutOfMemory", "StoreLook": "StoreLookup"}
+TYPES = {
+    "Meet": "Rendezvous",
+    "MemoryRanOut": "RankOutOfMemory",
+    "StoreLook": "StoreLookup",
+    "Publish": "Insert",
+}
 FIELDS = {
     "deals": "stripings",
     "rendezvous": "address",
     "given_up_share": "demoted_share",
     "givenUpShare": "demotedShare",
     "looked": "looked_up",
+    "draws": "proposes",
+    "publishes": "inserts",
 }
 
 
