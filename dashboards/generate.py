@@ -257,7 +257,7 @@ REPLICA = Dashboard(
         ],
         "KV tiers": [
             Panel("Host tier", "How much KV do the ranks of a lane hold in host memory?", "bytes", {"{{pod}} {{lane}}": f"max by (pod, lane) (medha_host_tier_bytes{_P})"}),
-            Panel("Copies", "How much KV is fetched from host memory, and demoted to it?", "Bps", {"{{pod}} fetched": _rate("medha_host_tier_fetched_bytes_total", _P, "pod"), "{{pod}} demoted": _rate("medha_host_tier_demoted_bytes_total", _P, "pod")}),
+            Panel("Copies", "How much KV is fetched from host memory, and offloaded to it?", "Bps", {"{{pod}} fetched": _rate("medha_host_tier_fetched_bytes_total", _P, "pod"), "{{pod}} offloaded": _rate("medha_host_tier_offloaded_bytes_total", _P, "pod")}),
             Panel("Swapped", "How many sequences have stepped aside, how often do they, and how often for the deadline of another one?", "short", {"{{pod}} wait": f"sum by (pod) (medha_sequences_swapped{_P})", "{{pod}} {{direction}}": _rate("medha_swaps_total", _P, "pod, direction"), "{{pod}} for deadlines": _rate("medha_long_swaps_total", _P, "pod")}),
             Panel("Swapped KV", "How much KV is copied for sequences that step aside and come back?", "Bps", {"{{pod}} {{direction}}": _rate("medha_swap_bytes_total", _P, "pod, direction")}),
             Panel("Time of swaps", "Which share of the time do these copies take?", "percentunit", {"{{pod}} {{direction}}": _rate("medha_swap_seconds_total", _P, "pod, direction")}),

@@ -277,11 +277,11 @@ class FakeReplica:
 
     def _apply(self, step: Step) -> None:
         assert step.step_id == len(self.steps)
-        news = (step.publishes, step.releases, step.forgets, step.grows, step.admits)
+        news = (step.inserts, step.releases, step.forgets, step.grows, step.admits)
         assert step.entries or any(news)
         self.steps.append(step)
         busy = {entry.id for running in self._pipeline for entry in running.step.entries}
-        self._lane.publish(step.publishes)
+        self._lane.insert(step.inserts)
         for id_ in step.releases:
             assert id_ not in busy, f"{id_} is released while a step has it"
             self._lane.release(id_)

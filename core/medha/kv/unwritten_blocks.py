@@ -1,6 +1,6 @@
 """Blocks of one lane's host tier that wait to be written to files, and which of them come next.
 
-A disk takes longer than a demotion, so most blocks that come to a host tier have to wait. They wait in the tier, where they are of
+A disk takes longer than an offload, so most blocks that come to a host tier have to wait. They wait in the tier, where they are of
 use meanwhile, and are dropped there as all others are. So a disk that is too slow loses some of them, no step waits for it, and
 nothing is kept for it.
 

@@ -215,7 +215,7 @@ class WindowTables:
         table = self._tables.setdefault(sequence, _Table())
         table.ends.append((first_seen // size, stop // size))
 
-    def published(
+    def inserted(
         self, sequence: str, own: npt.NDArray[np.int64], cached: npt.NDArray[np.int64], stop: int
     ) -> None:
         """Keep the windows that a sequence computed in its blocks `own`, for the blocks `cached` of the same tokens.

@@ -491,7 +491,7 @@ class ReplicaController:
             admits=tuple(admits),
             predicted_seconds=built.packed.predicted_seconds if built.entries else 0.0,
             state_hash=hashes[0] if len(hashes) == 1 else None,
-            publishes=self._pools.take_publishes(),
+            inserts=self._pools.take_inserts(),
             lanes=lanes,
             state_hashes=hashes if len(hashes) > 1 else (),
             loads=self._pools.take_loads(),

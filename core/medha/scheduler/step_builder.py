@@ -223,7 +223,7 @@ class StepBuilder:
         if self._tier_seconds is None or not pools.has_offers:
             return
         step_seconds = self._fetching_seconds(self._batch_of_decodes(lanes), self._tpot_targets(lanes))
-        block_seconds = self._tier_seconds.demote_seconds(1)
+        block_seconds = self._tier_seconds.offload_seconds(1)
         blocks = int(FETCH_SHARE * step_seconds / block_seconds) if block_seconds > 0 else pools.blocks
         pools.write_through(blocks)
 

@@ -420,7 +420,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """A chain of `count` cached blocks in a lane's pool, each published after the one before, ending with `last`."""
+    """A chain of `count` cached blocks in a lane's pool, each inserted after the one before, ending with `last`."""
 
     last: int
     count: int
@@ -436,7 +436,7 @@ class HostDrop:
 
 
 @dataclass(frozen=True, slots=True)
-class Demotion:
+class Offload:
     """Evicted blocks are copied to the host tier: the last `count` of the cached prefix that ends with `last`.
 
     They become the tier's next extent (`medha.kv.host_tier`).
@@ -544,7 +544,7 @@ class Eviction:
 
     These are all blocks last used before `used_before`, counted in releases on the lane, plus the `count`
     blocks that end with `last`, of the branch that was last used at `used_before`. If the lane has a host tier, it
-    carries out first `drops`, then `demotions`; each copy reads its blocks before anything writes them.
+    carries out first `drops`, then `offloads`; each copy reads its blocks before anything writes them.
     """
 
     used_before: int
@@ -552,12 +552,12 @@ class Eviction:
     count: int
     lane: int = 0
     drops: tuple[HostDrop, ...] = ()
-    demotions: tuple[Demotion, ...] = ()
+    offloads: tuple[Offload, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Publish:
-    """Blocks `start .. start + count` of a sequence's table on `lane` are remembered as a cached prefix.
+class Insert:
+    """Blocks `start .. start + count` of a sequence's table on `lane` are inserted into the prefix cache.
 
     Their KV is computed. They follow the cached block `after`, which may be another sequence's block of the
     same tokens (-1: they begin a prompt). If `count` is 0, the sequence uses from now on the chain of `start`
@@ -664,7 +664,7 @@ class StepEntry:
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Step:
-    """A batch. Ranks apply, in this order: publishes, releases, forgets, loads, serves, grows, admits, fetches,
+    """A batch. Ranks apply, in this order: inserts, releases, forgets, loads, serves, grows, admits, fetches,
     deletes, writes, stores; then they run the entries.
 
     The controller applies the same operations to its own ledgers in the same order, so that the ledgers
@@ -682,7 +682,7 @@ class Step:
     predicted_seconds: float = 0.0
     state_hash: int | None = None  # hash of ledger and shard maps after all of these; None: unchecked
     lanes: tuple[int, ...] = (0,)  # lanes that run the entries in lock step, because they share requests
-    publishes: tuple[Publish, ...] = ()  # computed blocks that are remembered from here on
+    inserts: tuple[Insert, ...] = ()  # computed blocks that are remembered from here on
     state_hashes: tuple[int, ...] = ()  # instead of `state_hash` if there are several lanes
     loads: tuple[HostLoad, ...] = ()  # reading and writing of files takes place beside steps
     deletes: tuple[DiskDelete, ...] = ()
@@ -816,7 +816,7 @@ class HostTierFigures:
     blocks: int
     block_bytes: int  # of one block, of all of this rank's layers
     fetch_seconds_per_block: float
-    demote_seconds_per_block: float
+    offload_seconds_per_block: float
 
 
 @dataclass(frozen=True, slots=True)

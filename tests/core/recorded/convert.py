@@ -26,6 +26,8 @@ FIELDS = {
     "looked": "looked_up",
     "draws": "proposes",
     "publishes": "inserts",
+    "demotions": "offloads",
+    "demote_seconds_per_block": "offload_seconds_per_block",
 }
 
 

@@ -193,7 +193,7 @@ class Executor:
         return self._state.missing_prompts(step)
 
     def prepare(self, step: Step) -> None:
-        """Apply the step's publishes, releases and forgets.
+        """Apply the step's inserts, releases and forgets.
 
         Ids that arrive after this call belong to sequences that the step admits.
 
