@@ -149,9 +149,7 @@ def banned_names(name: str, text: str) -> list[str]:
 
 
 def test_names_have_no_banned_word() -> None:
-    found = [
-        hit for name, text in tracked(*CODE) if name.endswith(".py") for hit in banned_names(name, text)
-    ]
+    found = [hit for name, text in tracked(*CODE) if name.endswith(".py") for hit in banned_names(name, text)]
     assert found == [], "\n".join(found)
 
 
