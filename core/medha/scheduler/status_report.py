@@ -58,7 +58,7 @@ class HostTierStatus(_Model):
     """Requests that fetched KV."""
     fetched: int
     """Blocks copied to the device."""
-    demoted: int
+    offloaded: int
     """Evicted blocks that were copied from the device."""
     swapped: int = 0
     """Blocks that are kept for requests that have stepped aside."""
@@ -348,7 +348,7 @@ def _host_tier(core: ReplicaController, lane: int) -> HostTierStatus | None:
         held=tier.ledger.held_blocks,
         hits=tier.counts.hits,
         fetched=tier.counts.fetched_blocks,
-        demoted=tier.counts.demoted_blocks,
+        offloaded=tier.counts.offloaded_blocks,
         swapped=tier.swapped_blocks,
         swapped_out=tier.counts.swapped_out_blocks,
         swapped_in=tier.counts.swapped_in_blocks,
