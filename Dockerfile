@@ -52,7 +52,7 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages nvcc
 FROM ${COMPILER_IMAGE} AS kernels
 # All that FlashInfer would compile when a pod starts. If empty: for every architecture that the file names.
 ARG GPU_ARCHITECTURES=
-# Debian's buildah builds both stages first because of these two files: it does not look at mounts for that.
+# Debian's buildah builds both stages first because of these two files: it ignores mounts for that.
 COPY --from=worker-gpu-packages /src/requirements.txt /requirements/gpu.txt
 COPY --from=nvcc-packages /src/requirements.txt /requirements/nvcc.txt
 COPY worker/medha_worker/kernels/flashinfer/compiled_modules.py worker/medha_worker/kernels/triton/driver_module.py /

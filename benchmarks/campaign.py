@@ -1,4 +1,4 @@
-"""Simulate the papers' claims and the promises of `guarded`, and write docs/reproduction.md (`make simulations`).
+"""Simulate the papers' claims and the guarantees of `guarded`, and write docs/reproduction.md (`make simulations`).
 
 The file `benchmarks/results/campaign-<mode>-<sources>.json` is written after each run, and runs that it holds are not
 simulated again. So a campaign that was stopped, by Ctrl-C too, resumes where it was. `<sources>` is a digest of the

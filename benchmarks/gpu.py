@@ -795,9 +795,9 @@ def tiers(place: Place) -> Row:
     found = [pool[:, half * BLOCK_TOKENS : 2 * half * BLOCK_TOKENS] for pool in cache.pools()]
     differ = sum(not torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
     seconds = host.seconds_per_block(time.perf_counter)
-    fetched, demoted = (round(host.block_bytes / taken / 1e9, 2) for taken in seconds)
+    fetched, offloaded = (round(host.block_bytes / taken / 1e9, 2) for taken in seconds)
     return {"blocks": half, "pools": len(wanted), "differ": differ,
-            "fetched_gigabytes_per_second": fetched, "demoted_gigabytes_per_second": demoted}  # fmt: skip
+            "fetched_gigabytes_per_second": fetched, "offloaded_gigabytes_per_second": offloaded}  # fmt: skip
 
 
 def peers(place: Place) -> Row:
@@ -1126,8 +1126,8 @@ def claims_of(parts: dict[str, Row]) -> list[Row]:
                   row["fp8_seconds"] / row["seconds"], "ratio", 0.8)
             for row in rounded["steps"] if row["context"] >= 131_072
         ]  # fmt: skip
-    if promised := parts.get("determinism"):
-        found.append(claim("batch-invariant kernels refused", int("refused" in promised), "kernels", 0))
+    if invariance := parts.get("determinism"):
+        found.append(claim("batch-invariant kernels refused", int("refused" in invariance), "kernels", 0))
     if (numbers := parts.get("numerics")) and "error" in numbers:
         found.append(
             claim(

@@ -140,7 +140,7 @@ def _speeds(parts: dict[str, Row]) -> str:
                     f"{_several(row['sequences'], 'sequence')} behind {row['context']:,} tokens, without captures."
                     for row in cost
                 ),
-                f"- Blocks go to pinned host memory at {parts['tiers']['demoted_gigabytes_per_second']:.0f} GB/s, and come back at "
+                f"- Blocks go to pinned host memory at {parts['tiers']['offloaded_gigabytes_per_second']:.0f} GB/s, and come back at "
                 f"{parts['tiers']['fetched_gigabytes_per_second']:.0f} GB/s.",
                 f"- A whole prefill of {parts['peers']['prompt']:,} tokens{_of(parts['peers'])} takes {parts['peers']['prefill_seconds'] / parts['peers']['transformers_prefill_seconds']:.2f} "
                 f"of the time of `transformers`, and a decode step of {parts['peers']['sequences']} sequences "

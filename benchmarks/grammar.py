@@ -1,4 +1,4 @@
-"""Structured output: what a grammar costs to compile and per token, beside another library, and what it promises.
+"""Structured output: what a grammar costs to compile and per token, beside another library, and what it guarantees.
 
 llguidance, which Medha uses, is measured beside xgrammar, if that is installed (`--peer FOLDER` names a folder that has it,
 with what it needs beside torch). Both follow the same texts with the same vocabularies, whose tokens are made, not learned.

@@ -3,7 +3,7 @@
     python benchmarks/kv.py --quick
     python benchmarks/kv.py --json benchmarks/results/kv.json
 
-Requests of 4,096 prompt tokens (16 to a block) are admitted, published to the prefix cache in eight chunks, and
+Requests of 4,096 prompt tokens (16 to a block) are admitted, inserted to the prefix cache in eight chunks, and
 released in random order. There are three cases: no prefix caching, room for all that is cached, and a pool in which
 every admission has to evict. Then one prompt of a million tokens is measured, first cold and then cached, with its
 hashes; and 10,000 sequences that wait in a router for 16 replicas.
@@ -67,12 +67,12 @@ def ledger(pools: KvPools, hashes: list[str]) -> Figures:
         )
         assert placed is not None
         for done in range(512, PROMPT_TOKENS + 1, 512):
-            watch.time("publish", lambda n=name, d=done: pools.computed(n, d))
+            watch.time("insert", lambda n=name, d=done: pools.computed(n, d))
         running.append(name)
         if len(running) > RUNNING:
             gone = running.pop(int(random.integers(len(running))))
             watch.time("release", lambda n=gone: pools.release(n))
-        pools.take_publishes()
+        pools.take_inserts()
         pools.take_releases()
     return {name: 1e6 * seconds / len(hashes) for name, seconds in watch.seconds.items()}
 
@@ -88,9 +88,9 @@ def million(hasher: PrefixHasher) -> Figures:
             f"admit {kind}", lambda k=kind: pools.admit(k, MILLION, MILLION + 4096, block_hashes=hashes)
         )
         for done in range(2048, MILLION + 2048, 2048):
-            watch.time(f"publish {kind}", lambda k=kind, d=done: pools.computed(k, min(d, MILLION)))
+            watch.time(f"insert {kind}", lambda k=kind, d=done: pools.computed(k, min(d, MILLION)))
         watch.time(f"release {kind}", lambda k=kind: pools.release(k))
-        pools.take_publishes()
+        pools.take_inserts()
         pools.take_releases()
     return {name: 1e3 * seconds for name, seconds in watch.seconds.items()}
 

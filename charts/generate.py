@@ -29,7 +29,7 @@ _BEGIN, _END = "<!-- values: written by `make gen` -->", "<!-- end of values -->
 
 @dataclass(frozen=True)
 class Value:
-    """One documented key of values.yaml."""
+    """A documented key of values.yaml."""
 
     path: str
     meaning: str

@@ -34,7 +34,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """One page of Grafana."""
+    """A page of Grafana."""
 
     name: str
     title: str
@@ -204,7 +204,7 @@ SLO = Dashboard(
         "Deadlines": [
             Panel("Short prompts beside long ones", "Do short requests wait while a long prefill is in flight on their replica? The two pairs of lines should be close.", "s", _quantiles("medha_short_prompt_ttft_seconds", _R, "beside_long")),
             Panel("Slack at the first token", "Share of its target that a request has left when its first token comes. Below 0, it is late.", "percentunit", _slack(), minimum=None),
-            Panel("First token after forwarding", "When was the first token expected, as the replica's load promised when the request was forwarded, and when did it come?", "s", {f"{legend} observed": query for legend, query in _quantiles("medha_forwarded_ttft_observed_seconds", _R).items()} | {f"{legend} predicted": query for legend, query in _quantiles("medha_forwarded_ttft_predicted_seconds", _R).items()}),
+            Panel("First token after forwarding", "When was the first token predicted, from the replica's load when the request was forwarded, and when did it come?", "s", {f"{legend} observed": query for legend, query in _quantiles("medha_forwarded_ttft_observed_seconds", _R).items()} | {f"{legend} predicted": query for legend, query in _quantiles("medha_forwarded_ttft_predicted_seconds", _R).items()}),
             Panel("First token, observed divided by predicted", "For which prompts does the router expect too much or too little? More urgent requests that arrive later, and a wait for KV, bring them above 1.", "short", _quantiles("medha_forwarded_ttft_prediction_error_ratio", _R, "prompt_tokens", (0.5,))),
         ],
         "Queue": [
@@ -257,7 +257,7 @@ REPLICA = Dashboard(
         ],
         "KV tiers": [
             Panel("Host tier", "How much KV do the ranks of a lane hold in host memory?", "bytes", {"{{pod}} {{lane}}": f"max by (pod, lane) (medha_host_tier_bytes{_P})"}),
-            Panel("Copies", "How much KV is fetched from host memory, and demoted to it?", "Bps", {"{{pod}} fetched": _rate("medha_host_tier_fetched_bytes_total", _P, "pod"), "{{pod}} demoted": _rate("medha_host_tier_demoted_bytes_total", _P, "pod")}),
+            Panel("Copies", "How much KV is fetched from host memory, and offloaded to it?", "Bps", {"{{pod}} fetched": _rate("medha_host_tier_fetched_bytes_total", _P, "pod"), "{{pod}} offloaded": _rate("medha_host_tier_offloaded_bytes_total", _P, "pod")}),
             Panel("Swapped", "How many sequences have stepped aside, how often do they, and how often for the deadline of another one?", "short", {"{{pod}} wait": f"sum by (pod) (medha_sequences_swapped{_P})", "{{pod}} {{direction}}": _rate("medha_swaps_total", _P, "pod, direction"), "{{pod}} for deadlines": _rate("medha_long_swaps_total", _P, "pod")}),
             Panel("Swapped KV", "How much KV is copied for sequences that step aside and come back?", "Bps", {"{{pod}} {{direction}}": _rate("medha_swap_bytes_total", _P, "pod, direction")}),
             Panel("Time of swaps", "Which share of the time do these copies take?", "percentunit", {"{{pod}} {{direction}}": _rate("medha_swap_seconds_total", _P, "pod, direction")}),

@@ -23,7 +23,7 @@ _COMMANDS = {
     "render": ("medha_cli.render_command", "Print the Kubernetes objects that a manifest becomes."),
     "replay": (
         "medha_cli.replay_command",
-        "Replay a recorded log, and simulate its requests under other policies.",
+        "Replay a record, and simulate its requests under other policies.",
     ),
     "simulate": ("medha_cli.simulate_command", "Compare policies under a virtual clock, on one HTML page."),
     "top": (

@@ -1,4 +1,4 @@
-"""`medha replay`: checks a recorded log of `medha up --record`, and simulates other schedulings of it."""
+"""`medha replay`: checks a record of `medha up --record`, and simulates other schedulings of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIFFERS_STATUS = 1
 @click.command("replay")
 @click.argument("record", type=click.Path(path_type=Path))
 @click.option(
-    "--policies", "-p", help="Simulate the log's requests under these policies, separated by commas."
+    "--policies", "-p", help="Simulate the recorded requests under these policies, separated by commas."
 )
 @click.option(
     "--set",
@@ -54,11 +54,11 @@ def command(
     seeds: int,
     out: Path,
 ) -> None:
-    """Feed RECORD, a log of `medha up --record`, to a fresh controller, and compare its commands with the log.
+    """Feed RECORD, written by `medha up --record`, to a fresh controller, and compare its commands with the recorded ones.
 
-    With --policies or --set, the log's requests are also simulated under that scheduling, and under the live one, which
+    With --policies or --set, the recorded requests are also simulated under that scheduling, and under the live one, which
     shows how far the simulator is from reality. Compare schedulings by their differences, which are paired by seed.
-    The exit status is 1 if the replay differs from the log.
+    The exit status is 1 if the replay differs from the record.
 
     \b
     Examples:
@@ -78,24 +78,24 @@ def command(
     else:
         nothing = "nothing is compared; add --policies or --set, or leave it out"
         refuse_unused(context, {"out": nothing, "seeds": nothing})
-    log = read_record(record)
-    found = verify(log)
-    if log.cut_off:
-        console.print("the last line of the log is not whole; all before it is used")
+    recorded = read_record(record)
+    found = verify(recorded)
+    if recorded.cut_off:
+        console.print("the last line of the record is not whole; all before it is used")
     if found.difference is not None:
         console.print(f"{record}:{found.difference.line}: {found.difference.detail}", markup=False)
         sys.exit(DIFFERS_STATUS)
     compared = (
-        "the same commands" if found.compared else "steps and samples agree (the log holds no commands)"
+        "the same commands" if found.compared else "steps and samples agree (the record holds no commands)"
     )
     console.print(f"{found.events} events, {found.steps} steps: {compared}")
     if compares:
-        _compare(console, log, names, changes, seeds, out)
+        _compare(console, recorded, names, changes, seeds, out)
 
 
 def _compare(
     console: Console,
-    log: Record,
+    recorded: Record,
     policies: tuple[str, ...],
     changes: dict[str, Setting],
     seeds: int,
@@ -107,14 +107,14 @@ def _compare(
     from medha_sim.study import RunKey
     from medha_sim.study_report import Report, differences, figures, page
 
-    live = log.spec.scheduling
+    live = recorded.spec.scheduling
     values = {name: setting.value for name, setting in changes.items()}
     schedulings = {f"{live.policy}, as live": live}
     for policy in policies or (live.policy,):
-        scheduling = changed_scheduling(log, values | {"policy": policy})
+        scheduling = changed_scheduling(recorded, values | {"policy": policy})
         if scheduling != live:
             schedulings[", ".join((policy, *(setting.text for setting in changes.values())))] = scheduling
-    reading = read(log)
+    reading = read(recorded)
     runs = [(RunKey("recorded", None, 0, 1.0), summarise(reading.log))]
     planned = [
         (RunKey(name, None, seed, 1.0), schedulings[name]) for seed in range(seeds) for name in schedulings
@@ -127,9 +127,9 @@ def _compare(
             runs.append((key, summarise(what_if(reading, scheduling, seed=key.seed))))
             bar.advance(task)
     report = Report(
-        title=f"Replay of {log.path.name}",
+        title=f"Replay of {recorded.path.name}",
         paragraphs=(
-            f"“recorded” is what the replica of {log.spec.model.name} did; the others are simulations of the same "
+            f"“recorded” is what the replica of {recorded.spec.model.name} did; the others are simulations of the same "
             f"{len(reading.submits)} requests, whose steps take what live steps of about the same size took "
             f"(median {reading.ranks.factor:.2f} of what the profile says). Requests come when they came live, "
             f"whatever the answers. {seeds} {'seed' if seeds == 1 else 'seeds'}: with one seed, the machine is slow at the "
@@ -137,7 +137,7 @@ def _compare(
         ),
         runs=runs,
         document={
-            "record": str(log.path),
+            "record": str(recorded.path),
             "observed_over_predicted": reading.ranks.factor,
             "message_seconds": reading.ranks.message_seconds,
             "runs": [{"system": key.system, "seed": key.seed, "result": summary} for key, summary in runs],

@@ -141,7 +141,9 @@ INTERRUPTED_STATUS = 130  # as shells report SIGINT
     "--open-ended", is_flag=True, help="Clients set no max_tokens, so KV is reserved by service class."
 )
 @click.option(
-    "--quick", is_flag=True, help=f"One seed, no band, {QUICK_SECONDS:g} s: a first look in half a minute."
+    "--quick",
+    is_flag=True,
+    help=f"One seed, no band, {QUICK_SECONDS:g} s: a first estimate in half a minute.",
 )
 @click.option(
     "--jobs",

@@ -47,7 +47,9 @@ _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers"
     "--port", type=click.IntRange(0, 65535), help="HTTP port instead of the manifest's; 0 takes a free one."
 )
 @click.option(
-    "--record", type=click.Path(path_type=Path), help="Write the controller's (time, event) log to this file."
+    "--record",
+    type=click.Path(path_type=Path),
+    help="Write a record of the controller's (time, event) pairs to this file.",
 )
 @click.option(
     "--trace",

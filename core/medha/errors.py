@@ -47,7 +47,7 @@ DROP_REASONS = {
     "size": "with a frame that is too large",
     "payload": "with a raw frame that ends within a token id",
     "unexpected": "of a type that does not belong on this link",
-    "peer": "from a peer that may not say it",
+    "peer": "from a peer that may not send it",
     "state": "of the right form, but contradicting what is known",
 }
 """Reasons why messages are dropped, and their meaning in the metrics."""

@@ -68,13 +68,13 @@ class RankDrops:
         if former != incarnation:
             known = Counter()
         self._known[rank] = incarnation, known
-        told = Counter(
+        reported = Counter(
             {
                 (link, reason): n
                 for link, reason, n in totals
                 if link in self._links and reason in DROP_REASONS
             }
         )
-        growth = told - known  # a lower total is older: it was in flight when a connection broke
+        growth = reported - known  # a lower total is older: it was in flight when a connection broke
         known.update(growth)
         return growth

@@ -80,7 +80,7 @@ def end_with_parent(parent: int | None = None, end_signal: signal.Signals = sign
 
 @contextmanager
 def log_failure(log: logging.Logger) -> Iterator[None]:
-    """On an error that is not a bug, log it as the last line, which a supervisor quotes, and exit with its status."""
+    """Log an error that is not a bug as the last line, which a supervisor quotes, and exit with its status."""
     try:
         yield
     except MedhaError as error:

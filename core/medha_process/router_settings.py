@@ -88,7 +88,7 @@ class RouterSettings(PartSettings):
     tls_key_file: Path | None = None
     """File of the private key of `tls_certificate_file` (PEM, without a password)."""
     poll_seconds: float = Field(default=2.0, ge=0.01, le=60)
-    """Seconds between two looks at these files: of models, of API keys and of the certificate."""
+    """Seconds between two checks of these files: of models, of API keys and of the certificate."""
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
     max_bodies_bytes: int | None = Field(default=None, ge=1)
     """Largest total size in bytes of all bodies that are being received and tokenised; more get status

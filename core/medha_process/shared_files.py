@@ -1,4 +1,4 @@
-"""Files that one process writes and another reads: they are replaced as a whole, and looked at to see whether they have changed."""
+"""Files that one process writes and another reads: they are replaced as a whole, and polled for changes."""
 
 from __future__ import annotations
 

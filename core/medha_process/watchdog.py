@@ -56,7 +56,7 @@ class Watchdog:
         Thread(target=self._watch, daemon=True).start()
 
     def allow(self, seconds: float, activity: str) -> None:
-        """Promise that the main loop calls this again within `seconds`; otherwise this process is killed."""
+        """Require that the main loop calls this again within `seconds`; otherwise this process is killed."""
         self._deadline.renew(time.monotonic(), seconds, activity)
 
     def report(self, state: PartState) -> None:

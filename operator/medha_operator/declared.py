@@ -175,8 +175,8 @@ async def publish_models(
     again = min(settings.resync_seconds, changes_in if changes_in is not None else settings.resync_seconds)
     problems = usable_aliases(models)[1]
     if problems:
-        told = f"{'; '.join(problems)}: no such alias is served, so change one of the resources"
-        await record_event(deployment, RecordEvent(ALIAS_CONFLICT, told, is_warning=True))
+        message = f"{'; '.join(problems)}: no such alias is served, so change one of the resources"
+        await record_event(deployment, RecordEvent(ALIAS_CONFLICT, message, is_warning=True))
     entry, text = entry_name(settings), to_text(models) if models else None
     key = models_key(router)
     found = await cluster.get(CONFIG_MAP, key.namespace, key.name)

@@ -147,8 +147,8 @@ class ChatTemplate:
             )
         # A template is a program that comes with the model: any error that it raises concerns these messages.
         except Exception as error:
-            told = f"the model's chat template does not accept these messages: {error}"
-            raise RequestInvalid(told, param="messages", code="invalid_messages") from error
+            message = f"the model's chat template does not accept these messages: {error}"
+            raise RequestInvalid(message, param="messages", code="invalid_messages") from error
         return _before_mark(text) if continue_final_message else text
 
 

@@ -144,7 +144,7 @@ class Observer:
             case ForwardedFirstToken(model=model, predicted_seconds=predicted, observed_seconds=observed):
                 self._observe("medha_forwarded_ttft_predicted_seconds", predicted, model)
                 self._observe("medha_forwarded_ttft_observed_seconds", observed, model)
-                if predicted > 0:  # a replica that announces no prefill times promises nothing
+                if predicted > 0:  # for a replica that announces no prefill times, nothing is predicted
                     length = prompt_length_label(fact.prompt_tokens)
                     self._observe(
                         "medha_forwarded_ttft_prediction_error_ratio", observed / predicted, model, length

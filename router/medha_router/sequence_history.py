@@ -66,7 +66,7 @@ class ForwardedFirstToken:
     model: str
     prompt_tokens: int
     predicted_seconds: float
-    """Time from forwarding that the announced load promised: prefills that go before, and its own without the cached part."""
+    """Time from forwarding, predicted from the announced load: prefills that go before, and its own without the cached part."""
     observed_seconds: float
 
 
@@ -78,7 +78,7 @@ class Moved:
     tokens: int
     """Tokens whose KV it needed there."""
     read_tokens: int
-    """Those that it did not compute there again."""
+    """Tokens whose KV it read, and did not compute again."""
 
 
 Fact = Resubmitted | Resumed | ForwardedFirstToken | Moved

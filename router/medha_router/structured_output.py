@@ -276,7 +276,7 @@ def json_grammar(field: str, schema: object, whitespace: str = WHITESPACE) -> st
             raise _invalid(field, f"is {shown(text)}, which is not JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):
         raise _invalid(field, f"is {shown(schema)}; give a JSON Schema (an object)")
-    # Hints to llguidance could lift what is promised here: that all of the schema holds.
+    # Hints to llguidance could lift the guarantee that all of the schema holds.
     plain = (
         {key: value for key, value in schema.items() if key != "x-guidance"}
         if isinstance(schema, dict)

@@ -145,7 +145,7 @@ class Bundle:
 
 
 def _around(tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds] | None:
-    """Return the special tokens before and after each text, None if they cannot be told from its own tokens."""
+    """Return the special tokens before and after each text, None if they cannot be distinguished from its own tokens."""
     plain, whole = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
     length = len(plain)
     places = [at for at in range(len(whole) - length + 1) if whole[at : at + length] == plain]

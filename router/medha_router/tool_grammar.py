@@ -209,6 +209,6 @@ def _stands_alone(schema: object) -> bool:
 
 
 def _json(schema: Any) -> str:
-    # Hints to llguidance could lift what is promised: that all of the schema holds.
+    # Hints to llguidance could lift the guarantee that all of the schema holds.
     plain = {key: value for key, value in schema.items() if key != "x-guidance"} if schema is not True else {}
     return f"%json {json.dumps({**plain, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"

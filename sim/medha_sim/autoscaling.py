@@ -81,7 +81,7 @@ class _Life:
     created_at: float
     serves: bool = False
     drains: bool = False
-    busy_seconds: float = 0.0  # when last looked at
+    busy_seconds: float = 0.0  # when last examined
 
 
 class AutoscaledFleet:

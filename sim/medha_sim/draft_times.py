@@ -48,7 +48,7 @@ class DraftTimes:
 
         Args:
             runs: the tokens that the draft model computes first; the step has computed those of a head.
-            places: for each sequence for which guesses are drawn, its known tokens, and the number of guesses.
+            places: for each sequence for which guesses are proposed, its known tokens, and the number of guesses.
         """
         total = 0.0
         if self.is_head:
@@ -59,7 +59,7 @@ class DraftTimes:
                 tally.add(Work(run.context, run.count))
             total += tally.seconds()
         for behind in range(1, max((count for _, count in places), default=0)):
-            # Each guess but the last is computed, so that the next one can be drawn.
+            # Each guess but the last is computed, so that the next one can be proposed.
             contexts = [known + behind - 1 for known, count in places if count > behind]
             total += self._decodes(sum(contexts), len(contexts))
         return total

@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from medha.cost.predictor import Predictor, Work
-from medha.cost.tier_seconds import demote_seconds, fetch_seconds
+from medha.cost.tier_seconds import fetch_seconds, offload_seconds
 from medha.kv.lane_replay import admitted_map, grown_map
 from medha.shards import ShardMap
 from medha.wire.messages import ControllerEvent, Done, HostTierFigures, Sample, StageFree, Step, StepEntry
@@ -43,7 +43,7 @@ class StepTiming:
     draft_seconds: float = 0.0  # the part of the last stage's time in which a draft model or head computes
 
     def draft(self, seconds: float) -> None:
-        """Let the last stage, which samples, draw guesses after the step; `seconds` is as predicted."""
+        """Let the last stage, which samples, propose guesses after the step; `seconds` is as predicted."""
         self.draft_seconds = seconds * self.slowness
         *others, last = self.stage_seconds
         self.stage_seconds = (*others, last + self.draft_seconds)
@@ -98,9 +98,9 @@ class PredictorCost:
             self._place(step)
         timing = self._computed(step)
         if self._host_tier is not None:
-            demoted = demote_seconds(self._host_tier, step.admits, step.grows, step.loads)
+            offloaded = offload_seconds(self._host_tier, step.admits, step.grows, step.loads)
             fetched = fetch_seconds(self._host_tier, step.fetches)
-            before = max(demoted.get(lane, 0.0) for lane in step.lanes)
+            before = max(offloaded.get(lane, 0.0) for lane in step.lanes)
             beside = max(fetched.get(lane, 0.0) for lane in step.lanes)
             busiest = max(timing.stage_seconds)
             timing.copy_seconds = before + beside

@@ -180,7 +180,7 @@ class FilesAndObjects:
                 following[load.lane] += 1
         for change in _changes(step):
             for eviction in change.evictions:
-                following[eviction.lane] += len(eviction.demotions)
+                following[eviction.lane] += len(eviction.offloads)
 
     def _read(self, load: HostLoad, extent: int) -> _Work | None:
         """Return the work of a load; None if it comes from the device or from another replica."""

@@ -1,11 +1,11 @@
 """Guesses of simulated replicas at the next tokens of sequences: each is right with a given probability.
 
-The guesses of a real replica depend on texts, which a simulation does not have. So a random draw decides whether a guess
-is right. The draw depends only on the seed, the sequence and the position. Every policy, load and depth therefore gets
+The guesses of a real replica depend on texts, which a simulation does not have. So a random number decides whether a guess
+is right. The number depends only on the seed, the sequence and the position. Every policy, load and depth therefore gets
 the same texts, and a guess that is right at one probability is right at every higher one.
 
 The controller gets guesses as it does from real ranks. By prompt lookup, each sampled token that does not end its sequence
-comes with guesses at the tokens after it. A draft model or head draws as many as the step asks for, and
+comes with guesses at the tokens after it. A draft model or head proposes as many as the step asks for, and
 `medha_sim.draft_times` says how long that takes. Real prompt lookup finds no guess at all at many tokens, and is right
 for long stretches at others.
 """
@@ -70,20 +70,20 @@ class LookupGuesser:
         return drafts, 0.0
 
 
-class DrawingGuesser:
+class ProposingGuesser:
     """Guesses as of a draft model or head: those that the entries of a step ask for, after its samples."""
 
     def __init__(self, texts: Texts, times: DraftTimes) -> None:
         self._texts = texts
         self._times = times
         self._computed: dict[str, int] = {}  # tokens of each sequence that the draft model has computed
-        self._drawn: dict[str, int] = {}  # guesses that it drew after them
+        self._proposed: dict[str, int] = {}  # guesses that it proposed after them
 
     def __call__(self, step: Step, samples: Sequence[Sample], /) -> tuple[Drafts, float]:
         for id_ in (*step.releases, *(admit.id for admit in step.admits)):
             self._computed.pop(id_, None)
-            self._drawn.pop(id_, None)
-        asked = [entry for entry in step.entries if entry.draws or entry.follows]
+            self._proposed.pop(id_, None)
+        asked = [entry for entry in step.entries if entry.proposes or entry.follows]
         if not asked:
             return (), 0.0
         known = known_tokens(samples)
@@ -91,7 +91,7 @@ class DrawingGuesser:
         # Each lane has a draft model of its own, and they compute at the same time.
         work = defaultdict[int, tuple[list[Run], list[tuple[int, int]]]](lambda: ([], []))
         for entry in asked:
-            run, draft = self._draw(entry, known.get(entry.id))
+            run, draft = self._propose(entry, known.get(entry.id))
             runs, places = work[entry.lane]
             if run.count:
                 runs.append(run)
@@ -101,35 +101,35 @@ class DrawingGuesser:
         seconds = max(self._times.seconds(runs, places) for runs, places in work.values())
         return tuple(drafts), max(seconds, _LEAST_SECONDS)
 
-    def _draw(self, entry: StepEntry, known: int | None) -> tuple[Run, tuple[int, ...]]:
+    def _propose(self, entry: StepEntry, known: int | None) -> tuple[Run, tuple[int, ...]]:
         """Return the tokens that the draft model computes of an entry's sequence, and its guesses after them.
 
         `known` is the number of the sequence's tokens with those sampled now; None if it ends, or is not sampled.
         """
         if self._times.is_head:  # the step itself has computed all that is before the guesses
-            return Run(0, 0), () if known is None else self._chain(entry.id, known, entry.draws)
+            return Run(0, 0), () if known is None else self._chain(entry.id, known, entry.proposes)
         start = entry.extents[0].start
         computed = self._settled(entry.id, start if known is None else known)
-        if known is not None and entry.draws and computed + entry.follows >= start:
-            draft = self._chain(entry.id, known, entry.draws)
-            self._computed[entry.id], self._drawn[entry.id] = known, len(draft)
+        if known is not None and entry.proposes and computed + entry.follows >= start:
+            draft = self._chain(entry.id, known, entry.proposes)
+            self._computed[entry.id], self._proposed[entry.id] = known, len(draft)
             return Run(computed, known - computed), draft
         stop = max(min(computed + entry.follows, start), computed)
         self._computed[entry.id] = stop
         return Run(computed, stop - computed), ()
 
     def _settled(self, id_: str, known: int) -> int:
-        """Return how many tokens are computed once right guesses count; of the last guess drawn, no KV was computed."""
-        computed, drawn = self._computed.get(id_, 0), self._drawn.pop(id_, 0)
-        stop = min(computed + drawn - 1, known - 1)
+        """Return how many tokens are computed once right guesses count; of the last guess proposed, no KV was computed."""
+        computed, proposed = self._computed.get(id_, 0), self._proposed.pop(id_, 0)
+        stop = min(computed + proposed - 1, known - 1)
         while computed < stop and self._texts.is_right(id_, computed):
             computed += 1
         return computed
 
-    def _chain(self, id_: str, known: int, draws: int) -> tuple[int, ...]:
-        """Return up to `draws` guesses; nothing is drawn after a guess that ends the sequence."""
+    def _chain(self, id_: str, known: int, proposes: int) -> tuple[int, ...]:
+        """Return up to `proposes` guesses; nothing is proposed after a guess that ends the sequence."""
         draft: list[int] = []
-        for position in range(known, known + draws):
+        for position in range(known, known + proposes):
             draft.append(self._texts.guess(id_, position))
             if self._texts.ends_with(id_, draft[-1]):
                 break

@@ -1,12 +1,12 @@
-"""Replay the recorded log of a live replica (`medha up --record`), and simulate it under other settings.
+"""Replay the record of a live replica (`medha up --record`), and simulate it under other settings.
 
-The first line of a log holds the manifest's spec (and the profile, if the spec names one), the second the
+The first line of a record holds the manifest's spec (and the profile, if the spec names one), the second the
 `RankReady` that the settings were derived from. Each later line holds one controller event, its time and a
 digest of the commands that it led to.
 
 * `verify` feeds the events to a fresh controller and compares the commands. A difference means that the code
   has changed since, or that the controller is not deterministic, which would be a bug.
-* `read` converts the log into the `RunLog` of a simulation, so that both are judged by the same figures.
+* `read` converts the record into the `RunLog` of a simulation, so that both are judged by the same figures.
 * `what_if` simulates the same requests again under any scheduling. Each step takes the time of a randomly
   drawn live step with a similar predicted time, so slow moments of the machine are included. The draws are
   paired: with one seed, the machine is slow at the same times under every scheduling (`SlowMoments`).
@@ -63,18 +63,18 @@ _NEIGHBOURS = 32
 """Number of live steps with a similar predicted time, one of which is drawn."""
 _NO_TIME_SECONDS = 1e11  # about 3,000 years; no clock reads more
 _OWN_EVENTS: dict[Any, ControllerEvent] = {"Drain": Drain(), "Tick": Tick()}
-"""Events that no message brings, by their type in a log."""
+"""Events that no message brings, by their type in a record."""
 _FASTEST = 0.1  # shortest time of a step, as a share of its prediction
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An event line of a log."""
+    """An event line of a record."""
 
     line: int
     now: float
     event: ControllerEvent
-    commands: str | None  # digest; None if the version that wrote the log recorded none
+    commands: str | None  # digest; None if the version that wrote the record has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,12 @@ class Verification:
     events: int = 0
     commands: int = 0
     steps: int = 0
-    compared: int = 0  # events for which the log has a digest of the commands
+    compared: int = 0  # events for which the record has a digest of the commands
     difference: Difference | None = None
 
 
 def read_record(path: Path) -> Record:
-    """Read a log from its file.
+    """Read a record from its file.
 
     Raises:
         ConfigInvalid: a line is invalid; the error names the file and the line. Only the last line may be
@@ -126,7 +126,7 @@ def read_record(path: Path) -> Record:
         raise ConfigInvalid(f"{path}: cannot be read: {error}") from error
     if len(lines) < 2:
         raise ConfigInvalid(
-            f"{path}: has {len(lines)} lines; a log of `medha up --record` begins with its spec and its ranks"
+            f"{path}: has {len(lines)} lines; a record of `medha up --record` begins with its spec and its ranks"
         )
     header = _object(path, 1, lines[0])
     try:
@@ -134,7 +134,7 @@ def read_record(path: Path) -> Record:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(("spec", *map(str, first["loc"])))
-        text = f"{path}:1: {where}: {first['msg']}; a log's first line holds the spec as `medha up --record` writes it"
+        text = f"{path}:1: {where}: {first['msg']}; a record's first line holds the spec as `medha up --record` writes it"
         raise ConfigInvalid(text) from error
     ready = _message(path, 2, lines[1])
     if not isinstance(ready, RankReady):
@@ -159,7 +159,7 @@ def read_record(path: Path) -> Record:
 
 
 def verify(record: Record) -> Verification:
-    """Feed the log to a fresh controller and stop at the first difference."""
+    """Feed the record to a fresh controller and stop at the first difference."""
     found = Verification()
     for recorded, commands in _replayed(record, found):
         found.events += 1
@@ -173,7 +173,7 @@ def verify(record: Record) -> Verification:
             found.difference = Difference(
                 recorded.line,
                 f"a {type(recorded.event).__name__} leads to {names}, which is not what was commanded live; replay with the "
-                "release that wrote the log, for others may decide otherwise",
+                "release that wrote the record, for others may decide otherwise",
             )
             break
     return found
@@ -236,7 +236,7 @@ class Resampled:
         self._cost = cost
         self._ranks = ranks
         self._factor = ranks.factor
-        # If no step took measurable time, the log does not show how long a slow moment is: use 1 s.
+        # If no step took measurable time, the record does not show how long a slow moment is: use 1 s.
         typical_seconds = (float(np.median(ranks.observed)) if len(ranks.observed) else 0.0) or 1.0
         self._slow = SlowMoments(seed, typical_seconds)
 
@@ -295,14 +295,14 @@ class Reading:
 
 
 def read(record: Record) -> Reading:
-    """Replay a log and record the answers, up to a `Done` that does not match a launched step."""
+    """Replay a record and record the answers, up to a `Done` that does not match a launched step."""
     return _Reader(record).read()
 
 
 def what_if(
     reading: Reading, scheduling: SchedulingSpec, *, seed: int = 0, progress: Progress | None = None
 ) -> RunLog:
-    """Simulate the log's requests under another scheduling, or under the same one to validate the simulator.
+    """Simulate the recorded requests under another scheduling, or under the same one to validate the simulator.
 
     Compare two schedulings by the differences between runs with equal seeds, which share the machine's slow
     moments.
@@ -378,11 +378,11 @@ def _strangers(done: Done, step: Step) -> list[str]:
     return sorted(answered - {entry.id for entry in step.entries})
 
 
-# --- reading the log ---------------------------------------------------------------------------------
+# --- reading the record ---------------------------------------------------------------------------------
 
 
 class _Reader:
-    """Builds a `Reading` by replaying the log on a fresh controller."""
+    """Builds a `Reading` by replaying the record on a fresh controller."""
 
     def __init__(self, record: Record) -> None:
         self._events = record.events
@@ -392,7 +392,7 @@ class _Reader:
         self._reading = Reading(record)
         self._log = self._reading.log
         self._history = History()
-        self._rows: dict[int, int] = {}  # step -> its row in the log
+        self._rows: dict[int, int] = {}  # step -> its row in the `RunLog`
         self._steps: list[tuple[float, float, float]] = []  # predicted, observed, computed seconds of a stage
         self._overheads: list[float] = []  # seconds from launch to `Done`, less compute time
 

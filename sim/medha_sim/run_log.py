@@ -83,7 +83,7 @@ class ChunkColumns:
 
 @dataclass(slots=True)
 class GuessCounts:
-    """Guesses that steps have verified, and the time that drawing them took on the rank that samples."""
+    """Guesses that steps have verified, and the time that proposing them took on the rank that samples."""
 
     verified: int = 0
     right: int = 0  # each saved its sequence a step
@@ -151,7 +151,7 @@ class RunLog:
         steps.decodes.append(decodes)
 
     def guessed(self, step: Step, right: int, draft_seconds: float) -> None:
-        """Record what became of the guesses that a step verifies, and how long it draws others."""
+        """Record what became of the guesses that a step verifies, and how long it proposes others."""
         counts = self.guesses
         assert counts is not None, "no replica guesses"
         counts.verified += sum([len(entry.drafts) for entry in step.entries])

@@ -32,7 +32,7 @@ from medha.wire.messages import Announce, DiskTierFigures, HostTierFigures, Step
 from medha_sim.autoscaling import AutoscaledFleet, AutoscalerTerms, Signal
 from medha_sim.draft_times import DraftShape, DraftTimes, alone, with_head
 from medha_sim.executor import Executor, Guesser, Perturbed, PredictorCost, StepCost
-from medha_sim.guesses import ACCEPTANCE, DrawingGuesser, LookupGuesser, Texts
+from medha_sim.guesses import ACCEPTANCE, LookupGuesser, ProposingGuesser, Texts
 from medha_sim.head_shape import HeadShape, mtp_shape, read_eagle3_shape
 from medha_sim.lengths import Counts
 from medha_sim.plan import DISK_ACCESS_SECONDS, DISK_BYTES_PER_SECOND
@@ -107,7 +107,7 @@ class Deployment:
         if found != wanted:
             raise ConfigInvalid(
                 f"scheduling.speculation.method is {method}, so the deployment's draft must be {wanted}, not {found}; give the "
-                "shape that draws the guesses, or choose another method"
+                "shape that proposes the guesses, or choose another method"
             )
         if self.draft is not None and self.measured is not None:
             raise ConfigInvalid(
@@ -312,7 +312,7 @@ class Deployment:
         if not self.guesses:
             return None
         if self.draft is not None:
-            return DrawingGuesser(texts, DraftTimes(self.draft, self.hardware))
+            return ProposingGuesser(texts, DraftTimes(self.draft, self.hardware))
         # One more, because a step in flight may be sampling the first token of a draft.
         return LookupGuesser(texts, 1 + self.scheduling.speculation.max_draft_tokens)
 

@@ -78,7 +78,7 @@ class Arrival:
     service_class: str = "default"
     max_tokens: int | None = None  # as set by the client; None if it sets none
     prompt: str = ""  # requests with the same prompt name share its KV; "" is a prompt of its own
-    block_hashes: str = ""  # of the prompt, in the replica's block size, if a recorded log has them
+    block_hashes: str = ""  # of the prompt, in the replica's block size, if a record has them
     conversation: str = ""  # turns of one conversation continue each other's prompts
     owner: str = ""  # as in `Submit`
 

@@ -273,9 +273,9 @@ def _description(result: StudyResult) -> str:
 def _guessing(deployment: Deployment) -> str:
     """Return a sentence on how tokens are guessed."""
     speculation = deployment.scheduling.speculation
-    drawn = "" if deployment.draft is None else f" ({deployment.draft.name})"
+    model = "" if deployment.draft is None else f" ({deployment.draft.name})"
     return (
-        f"Up to {speculation.max_draft_tokens} tokens of a sequence are guessed by {speculation.method}{drawn}; each guess is "
+        f"Up to {speculation.max_draft_tokens} tokens of a sequence are guessed by {speculation.method}{model}; each guess is "
         f"right with a chance of {deployment.acceptance:g}."
     )
 

@@ -384,7 +384,7 @@ def test_a_replay_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("{}\n")
     for arguments, words in (
         (["nowhere.jsonl"], "cannot be read"),
-        ([str(tmp_path / "log.jsonl")], "a log of `medha up --record` begins with"),
+        ([str(tmp_path / "log.jsonl")], "a record of `medha up --record` begins with"),
     ):
         result = CliRunner().invoke(main, ["replay", *arguments])
         assert result.exit_code == 2

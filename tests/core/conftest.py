@@ -277,11 +277,11 @@ class FakeReplica:
 
     def _apply(self, step: Step) -> None:
         assert step.step_id == len(self.steps)
-        news = (step.publishes, step.releases, step.forgets, step.grows, step.admits)
+        news = (step.inserts, step.releases, step.forgets, step.grows, step.admits)
         assert step.entries or any(news)
         self.steps.append(step)
         busy = {entry.id for running in self._pipeline for entry in running.step.entries}
-        self._lane.publish(step.publishes)
+        self._lane.insert(step.inserts)
         for id_ in step.releases:
             assert id_ not in busy, f"{id_} is released while a step has it"
             self._lane.release(id_)
@@ -392,14 +392,14 @@ class FakeReplica:
         return start < sequence.admit.tokens and start >= self.config.long_threshold_tokens
 
     def _draft(self, entry: StepEntry) -> None:
-        """Let a draft model compute what an entry asks for; it draws guesses behind tokens that it has computed."""
+        """Let a draft model compute what an entry asks for; it proposes guesses behind tokens that it has computed."""
         sequence, start = self._sequences[entry.id], entry.extents[0].start
         if self.config.scheduling.speculation.method == "predictionHead":
             assert entry.follows == 0, "a head computes tokens with the steps that compute them"
             return
         sequence.followed += entry.follows
         assert sequence.followed <= start, f"{entry.id}: {sequence.followed} tokens are followed of {start}"
-        if entry.draws:
+        if entry.proposes:
             assert sequence.followed == start, (
                 f"{entry.id}: {sequence.followed} of {start} tokens are followed"
             )
@@ -452,7 +452,7 @@ class FakeReplica:
                         ids = np.array((*prompt_ids, *sequence.outputs)[:token], dtype=np.int32)
                         if len(ids) % self.config.block_size_tokens == 0:
                             hashes.append((entry.id, self.hasher.hashes(ids)[-HASH_CHARACTERS:]))
-                least, most = (0, self.guesses) if self.config.draft_costs is None else [entry.draws] * 2
+                least, most = (0, self.guesses) if self.config.draft_costs is None else [entry.proposes] * 2
                 if most:
                     position = found[-1].token
                     drafts.append((entry.id, guessed(self.random, position, least, most, self.guess_chance)))

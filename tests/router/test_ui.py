@@ -282,7 +282,7 @@ NAMES = """(() => {
 
 
 def log_of(happenings: list[tuple[float, Happening]], path: Path) -> Path:
-    """Write a log with the bars of these happenings, as a controller records it from 1000 s on."""
+    """Write a record with the bars of these happenings, as a controller records it from 1000 s on."""
     timeline, lines, since = Timeline(1000.0), [], 0
     for at, happening in happenings:
         timeline.take(happening, at)
@@ -352,7 +352,7 @@ def test_the_slider_has_the_range_of_a_log_before_the_next_frame(page: Browser, 
     page.choose_file("#file", log_of(convoy(), tmp_path / "log.jsonl"))
     page.until("document.getElementById('status').innerText.includes('Replay of log.jsonl')")
     low, high = page.evaluate("[Number(scrub.min), Number(scrub.max)]")
-    assert (low, high) == (0, 41), "the range of the log, not that of the router"
+    assert (low, high) == (0, 41), "the range of the record, not that of the router"
 
 
 def seek(page: Browser, seconds: float) -> None:

@@ -67,7 +67,7 @@ def test_documents_that_return_are_fetched(grid: dict[str, int], checkpoint: Pat
         page = served.controller_page()
         assert total(page, "medha_host_tier_hits_total") >= 6
         assert total(page, "medha_host_tier_fetched_tokens_total") >= 6 * (DOCUMENT_TOKENS - 16)
-        for name in ("fetched_bytes_total", "demoted_bytes_total", "bytes"):
+        for name in ("fetched_bytes_total", "offloaded_bytes_total", "bytes"):
             assert total(page, f"medha_host_tier_{name}") > 0
         assert total(page, "medha_host_tier_bytes") <= HOST_TOKENS * token_bytes
     finally:

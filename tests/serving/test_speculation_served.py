@@ -81,7 +81,7 @@ def drafts(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return {"itself": checkpoint, "another": other}
 
 
-def draws(directory: Path) -> dict[str, Any]:
+def drafting(directory: Path) -> dict[str, Any]:
     return {"method": "draftModel", "draftModel": {"path": str(directory)}, "maxDraftTokens": 3}
 
 
@@ -127,7 +127,7 @@ def test_answers_are_those_of_a_replica_that_does_not_guess(
     shape: dict[str, int],
 ) -> None:
     record = tmp_path / "record.jsonl"
-    speculation = draws(drafts[method]) if method in drafts else {"method": method, "maxDraftTokens": 6}
+    speculation = drafting(drafts[method]) if method in drafts else {"method": method, "maxDraftTokens": 6}
     scheduling = {"speculation": speculation}
     guessing = small(checkpoint, tmp_path, "--record", str(record), scheduling=scheduling, parallelism=shape)
     try:
@@ -140,7 +140,7 @@ def test_answers_are_those_of_a_replica_that_does_not_guess(
     finally:
         stop(guessing)
     assert_same(found, expected)
-    if method in drafts:  # how much is drawn depends on the time that it takes
+    if method in drafts:  # how much is proposed depends on the time that it takes
         assert "a guess of the draft model takes" in "".join(guessing.lines)
         assert drafted >= accepted
     else:
@@ -153,7 +153,7 @@ def test_a_rank_that_is_killed_comes_back_with_its_draft_model_and_streams_go_on
     served: Served, checkpoint: Path, tmp_path: Path, drafts: dict[str, Path], expected: list[Any]
 ) -> None:
     """Streams that are cancelled leave nothing behind, and prompts that are cached are guessed behind as before."""
-    guessing = small(checkpoint, tmp_path, scheduling={"speculation": draws(drafts["itself"])})
+    guessing = small(checkpoint, tmp_path, scheduling={"speculation": drafting(drafts["itself"])})
     try:
         body = {"model": MODEL, "prompt": "one two three", "seed": 8, "ignore_eos": True, "stream": True}
         long = body | {"max_tokens": 700}
@@ -233,7 +233,7 @@ def test_a_stream_that_guesses_goes_on_with_the_same_text_when_the_rank_dies(
     """The rank dies once guesses of the stream have been verified, and others are after that."""
     speculation: dict[str, Any] = {
         "promptLookup": {"method": method},
-        "draftModel": draws(guessed / "draft"),
+        "draftModel": drafting(guessed / "draft"),
         "predictionHead": {
             "method": method,
             "predictionHead": {"kind": "eagle3", "source": {"path": str(guessed / "head")}},
@@ -321,7 +321,7 @@ def test_answers_with_a_head_are_those_of_a_replica_that_does_not_use_it(
         drafted, accepted = (
             counted(served, name) for name in ("medha_drafted_tokens", "medha_accepted_draft_tokens")
         )
-        assert drafted >= accepted  # how much is drawn depends on the time that it takes
+        assert drafted >= accepted  # how much is proposed depends on the time that it takes
         log = "".join(served.lines)
         assert "a guess of the prediction head takes" in log
         assert re.search(r"Prediction head\W+mtp", log)
@@ -385,7 +385,7 @@ def test_answers_with_an_eagle3_head_are_those_of_a_replica_that_does_not_use_it
         drafted, accepted = (
             counted(served, name) for name in ("medha_drafted_tokens", "medha_accepted_draft_tokens")
         )
-        assert accepted >= 0.5 * drafted  # how much is drawn depends on the time that it takes
+        assert accepted >= 0.5 * drafted  # how much is proposed depends on the time that it takes
         log = "".join(served.lines)
         assert "a guess of the prediction head takes" in log
         assert re.search(r"Prediction head\W+eagle3", log)

@@ -21,7 +21,7 @@ from medha.topology import Topology
 from medha.wire.messages import Admit, Done, Extent, Sample, Sampling, Step, StepEntry
 from medha_sim.draft_times import DraftShape, DraftTimes, Run, alone, with_head
 from medha_sim.executor import Executor, PredictorCost, StepTiming
-from medha_sim.guesses import ACCEPTANCE, WRONG, DrawingGuesser, LookupGuesser, Texts
+from medha_sim.guesses import ACCEPTANCE, WRONG, LookupGuesser, ProposingGuesser, Texts
 from medha_sim.head_shape import HeadShape, mtp_shape
 from medha_sim.run_log import RunLog
 from medha_sim.run_summary import is_good, summarise
@@ -103,9 +103,9 @@ def test_the_default_is_what_controllers_assume_before_they_have_judged_a_guess(
 # --- what ranks report -----------------------------------------------------------------------------------
 
 
-def verifying(id_: str, start: int, drafts: tuple[int, ...], draws: int = 0, follows: int = 0) -> Step:
+def verifying(id_: str, start: int, drafts: tuple[int, ...], proposes: int = 0, follows: int = 0) -> Step:
     extents = (Extent(start, 1 + len(drafts)),)
-    return Step(0, 0, (StepEntry(id_, 0, extents, True, drafts=drafts, draws=draws, follows=follows),))
+    return Step(0, 0, (StepEntry(id_, 0, extents, True, drafts=drafts, proposes=proposes, follows=follows),))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ class _Counted(DraftTimes):
 
 def test_a_draft_model_computes_what_it_has_not_computed_and_keeps_the_kv_of_right_guesses() -> None:
     times = _Counted()
-    guesser = DrawingGuesser(Texts(1.0, 0, {"a": 100}), times)
+    guesser = ProposingGuesser(Texts(1.0, 0, {"a": 100}), times)
 
     def reports(step: Step, *tokens: int) -> tuple[tuple[int, ...], float]:
         drafts, seconds = guesser(step, [Sample("a", token) for token in tokens])
@@ -163,26 +163,26 @@ def test_a_draft_model_computes_what_it_has_not_computed_and_keeps_the_kv_of_rig
 
     # The prompt has 10 tokens. Six of them are followed, then the other five with the sampled one.
     assert reports(verifying("a", 10, (), follows=6), 11) == ((), 6)
-    assert reports(verifying("a", 11, (), draws=3, follows=5), 12) == ((13, 14, 15), 7 + 2)
+    assert reports(verifying("a", 11, (), proposes=3, follows=5), 12) == ((13, 14, 15), 7 + 2)
     # Three guesses were right; the KV of two of them is there already. So are those of 13 and 14.
-    assert reports(verifying("a", 12, (13, 14, 15), draws=3), 13, 14, 15, 16) == ((17, 18, 19), 2 + 2)
-    # Nothing is drawn for a sequence that ends, and hardly any time passes.
+    assert reports(verifying("a", 12, (13, 14, 15), proposes=3), 13, 14, 15, 16) == ((17, 18, 19), 2 + 2)
+    # Nothing is proposed for a sequence that ends, and hardly any time passes.
     assert reports(verifying("a", 16, (17,)), 17) == ((), 0.0)
-    drafts, seconds = guesser(verifying("a", 18, (), draws=3), [Sample("a", 18, "stop")])
+    drafts, seconds = guesser(verifying("a", 18, (), proposes=3), [Sample("a", 18, "stop")])
     assert drafts == ()
     assert 0 < seconds < 1e-5
     # Admitted again, it has computed nothing.
     admit = Admit("a", "a", 19, 10, 0, Sampling(), 100)
-    again = replace(verifying("a", 19, (), draws=1, follows=19), admits=(admit,))
+    again = replace(verifying("a", 19, (), proposes=1, follows=19), admits=(admit,))
     assert reports(again, 20) == ((21,), 21)
     assert times.runs == [Run(0, 6), Run(6, 7), Run(15, 2), Run(0, 21)]
 
 
 def test_lanes_draw_at_the_same_time() -> None:
     times = _Counted()
-    guesser = DrawingGuesser(Texts(1.0, 0, {"a": 100, "b": 100, "c": 100}), times)
+    guesser = ProposingGuesser(Texts(1.0, 0, {"a": 100, "b": 100, "c": 100}), times)
     entries = [
-        replace(verifying(id_, 10, (), draws=3, follows=10).entries[0], lane=lane)
+        replace(verifying(id_, 10, (), proposes=3, follows=10).entries[0], lane=lane)
         for id_, lane in (("a", 0), ("b", 1), ("c", 1))
     ]
     step = replace(verifying("a", 10, ()), entries=tuple(entries), lanes=(0, 1))
@@ -192,14 +192,14 @@ def test_lanes_draw_at_the_same_time() -> None:
 
 
 def test_no_guess_follows_a_guess_that_ends_the_text() -> None:
-    guesser = DrawingGuesser(Texts(1.0, 0, {"a": 15}), _Counted())
-    drafts, _ = guesser(verifying("a", 12, (), draws=4, follows=12), [Sample("a", 12)])
+    guesser = ProposingGuesser(Texts(1.0, 0, {"a": 15}), _Counted())
+    drafts, _ = guesser(verifying("a", 12, (), proposes=4, follows=12), [Sample("a", 12)])
     assert dict(drafts)["a"] == (13, 14)
 
 
 def test_a_head_draws_at_once_because_the_steps_compute_the_tokens_before() -> None:
-    guesser = DrawingGuesser(Texts(1.0, 0, {"a": 100}), DraftTimes(HEAD, H100))
-    drafts, seconds = guesser(verifying("a", 5000, (), draws=2), [Sample("a", 5000)])
+    guesser = ProposingGuesser(Texts(1.0, 0, {"a": 100}), DraftTimes(HEAD, H100))
+    drafts, seconds = guesser(verifying("a", 5000, (), proposes=2), [Sample("a", 5000)])
     assert dict(drafts)["a"] == (5001, 5002)
     # One round is the output head alone, the second the layer, too.
     assert seconds == pytest.approx(DraftTimes(HEAD, H100).seconds((), [(5001, 2)]))
@@ -231,9 +231,11 @@ def test_the_rank_that_samples_is_busy_for_as_long_as_guesses_are_drawn_and_the_
         stages=2,
         lanes=1,
         ends_at={"a": 100},
-        guesser=DrawingGuesser(Texts(1.0, 0, {"a": 100}), _Counted()),
+        guesser=ProposingGuesser(Texts(1.0, 0, {"a": 100}), _Counted()),
     )
-    (free_at, _), (done_at, done) = executor.launch(verifying("a", 10, (), draws=2, follows=10), 0.0).events
+    (free_at, _), (done_at, done) = executor.launch(
+        verifying("a", 10, (), proposes=2, follows=10), 0.0
+    ).events
     assert isinstance(done, Done)
     assert done.draft_seconds == 2 * (12 + 1)
     assert (free_at, done_at) == (1.0, 2.0 + done.draft_seconds)
@@ -419,8 +421,8 @@ def test_a_manifest_gives_the_method_and_its_depth() -> None:
     assert lookup.guesses
     assert lookup.config().draft_costs is None
     assert tokens_per_decode(run(lookup, streams(1))) > 2
-    drawn = deployment_of(manifest("draftModel"), H100, LLAMA3_70B, draft_model=LLAMA32_1B, acceptance=0.9)
-    assert tokens_per_decode(run(drawn, streams(1, tpot_seconds=0.05))) > 2
+    proposed = deployment_of(manifest("draftModel"), H100, LLAMA3_70B, draft_model=LLAMA32_1B, acceptance=0.9)
+    assert tokens_per_decode(run(proposed, streams(1, tpot_seconds=0.05))) > 2
     headed = deployment_of(manifest("predictionHead"), H100, DEEPSEEK_V3)
     assert headed.draft == mtp_shape(DEEPSEEK_V3)
 

@@ -1,4 +1,4 @@
-"""A recorded log replays to the same commands, is read as what happened, and answers what would have been."""
+"""A record replays to the same commands, is read as what happened, and answers what would have been."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class Planner:
         self.steps.append(
             Step(
                 step_id=len(self.steps), epoch=0, entries=tuple(entries), grows=tuple(grows), admits=tuple(admits),
-                publishes=self.pools.take_publishes(), releases=self.pools.take_releases(), lanes=tuple(sorted(lanes or ())),
+                inserts=self.pools.take_inserts(), releases=self.pools.take_releases(), lanes=tuple(sorted(lanes or ())),
                 state_hashes=self.pools.state_hashes(),
             )
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The promises that a replica can make about the numbers of a request."""
+"""The guarantees that a replica can give about the numbers of a request."""
 
 from typing import Literal
 

@@ -353,7 +353,7 @@ class MedhaReplicaSpec(Model):
     threads: int | None = Field(default=None, ge=1, le=1024, json_schema_extra=restart())
     """CPU threads of each rank. Default: the machine's cores, divided by the ranks on it."""
     determinism: Determinism = Field(default="bestEffort", json_schema_extra=restart())
-    """Promise about the numbers of a request. `bestEffort`: sampling is keyed by seed and position, and matrix products and
+    """Guarantee about the numbers of a request. `bestEffort`: sampling is keyed by seed and position, and matrix products and
     attention round as is fastest for the step, so that in 16-bit types a text may differ with what shares its steps, and
     from where it is resumed after a failure. `batchInvariant`: logits are the same to the bit whatever shares
     a step, however a prompt is cut into chunks, and when a request is resumed. It is slower (docs/gpu.md), needs
@@ -422,7 +422,7 @@ class MedhaReplicaSpec(Model):
             return self
         if self.determinism == "batchInvariant":
             raise ValueError(_STREAMS_BEST_EFFORT)
-        if self.scheduling.speculation.draws:
+        if self.scheduling.speculation.proposes:
             raise ValueError(f"{_STREAMS_WITHOUT_DRAFTS} (found {self.scheduling.speculation.method})")
         if self.parallelism.kv > 1 and self.scheduling.prefill_strategy != "ownerCompute":
             raise ValueError(f"{_STREAMS_TO_ITS_OWNER} (found {self.scheduling.prefill_strategy})")

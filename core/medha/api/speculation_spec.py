@@ -79,8 +79,8 @@ class SpeculationSpec(Model):
     from how often they are right, the load, and the deadlines."""
 
     @property
-    def draws(self) -> bool:
-        """True if the ranks that sample draw guesses, as many as steps ask for."""
+    def proposes(self) -> bool:
+        """True if the ranks that sample propose guesses, as many as steps ask for."""
         return self.method in ("draftModel", "predictionHead")
 
     @property
@@ -91,7 +91,7 @@ class SpeculationSpec(Model):
 
     @property
     def eagle3(self) -> bool:
-        """True if guesses are drawn by an EAGLE-3 head."""
+        """True if guesses are proposed by an EAGLE-3 head."""
         return self.prediction_head is not None and self.prediction_head.kind == "eagle3"
 
     @model_validator(mode="after")

@@ -73,9 +73,9 @@ class TierSeconds:
         """Return the predicted time to fetch so many blocks."""
         return blocks * self.figures.fetch_seconds_per_block * self.factor
 
-    def demote_seconds(self, blocks: int) -> float:
+    def offload_seconds(self, blocks: int) -> float:
         """Return the predicted time to copy so many blocks to the host tier."""
-        return blocks * self.figures.demote_seconds_per_block * self.factor
+        return blocks * self.figures.offload_seconds_per_block * self.factor
 
     def load_seconds(self, blocks: int, files: int) -> float:
         """Return the predicted time to read so many blocks of so many files into the host tier; 0 without a disk tier."""
@@ -116,7 +116,7 @@ class TierSeconds:
         self, admits: Iterable[Admit] = (), grows: Iterable[Grow] = (), loads: Iterable[HostLoad] = ()
     ) -> Mapping[int, float]:
         """Return how long each lane copies to its host tier for a step's admits, grows and loads; by lane."""
-        return self._corrected(demote_seconds(self.figures, admits, grows, loads))
+        return self._corrected(offload_seconds(self.figures, admits, grows, loads))
 
     def fetch_by_lane(self, fetches: Iterable[KvFetch]) -> Mapping[int, float]:
         """Return how long each lane copies what sequences fetch from its host tier; by lane."""
@@ -127,9 +127,9 @@ class TierSeconds:
 
     def observe(self, step: Step, observed_seconds: float) -> None:
         """Update the correction by the measured time of a step's copies, on the lane where they take longest."""
-        demoted = demote_seconds(self.figures, step.admits, step.grows, step.loads)
+        offloaded = offload_seconds(self.figures, step.admits, step.grows, step.loads)
         fetched = fetch_seconds(self.figures, step.fetches)
-        longest_seconds = max(demoted.get(lane, 0.0) + fetched.get(lane, 0.0) for lane in step.lanes)
+        longest_seconds = max(offloaded.get(lane, 0.0) + fetched.get(lane, 0.0) for lane in step.lanes)
         self._correction = self._correction.after(PartedSeconds(longest_seconds), observed_seconds)
 
 
@@ -181,7 +181,7 @@ def fetch_seconds(figures: HostTierFigures, fetches: Iterable[KvFetch]) -> Mappi
     return by_lane
 
 
-def demote_seconds(
+def offload_seconds(
     figures: HostTierFigures,
     admits: Iterable[Admit],
     grows: Iterable[Grow],
@@ -192,14 +192,14 @@ def demote_seconds(
 
     def add(evictions: Iterable[Eviction]) -> None:
         for one in evictions:
-            blocks = sum(demotion.count for demotion in one.demotions)
+            blocks = sum(offload.count for offload in one.offloads)
             if blocks:
-                seconds = blocks * figures.demote_seconds_per_block
+                seconds = blocks * figures.offload_seconds_per_block
                 by_lane[one.lane] = by_lane.get(one.lane, 0.0) + seconds
 
     for load in loads:
         if load.last >= 0:  # it comes from the device
-            seconds = load.count * figures.demote_seconds_per_block
+            seconds = load.count * figures.offload_seconds_per_block
             by_lane[load.lane] = by_lane.get(load.lane, 0.0) + seconds
     for grow in grows:
         add(grow.evictions)

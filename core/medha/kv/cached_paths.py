@@ -55,7 +55,7 @@ class CachedPaths:
         """Return the number of blocks of the prefix that a sequence locks."""
         return self._locked[sequence][1]
 
-    def publish(self, sequence: str, runs: Sequence[Run], start: int, after: int) -> None:
+    def insert(self, sequence: str, runs: Sequence[Run], start: int, after: int) -> None:
         """Insert the blocks `runs` of a sequence after block `after`, and lock the whole prefix for it.
 
         `runs` are the blocks of the sequence's table from the `start`-th on.

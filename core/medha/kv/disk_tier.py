@@ -371,7 +371,7 @@ class DiskTier:
     def _latest_first(self, files: Iterable[_File]) -> list[_File]:
         """Return files, and all that they continue, in the order of `files`, but each before those that continue it.
 
-        Each file is looked at once, however many of `files` continue it.
+        Each file is examined once, however many of `files` continue it.
         """
         order: dict[str, _File] = {}
         for file in files:

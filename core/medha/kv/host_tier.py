@@ -1,12 +1,12 @@
 """The host tier of one lane: KV blocks that were evicted from the device and are kept in host memory.
 
-Blocks that the prefix cache evicts are *demoted*: copied to host blocks. If a later prompt continues in the tier behind
+Blocks that the prefix cache evicts are *offloaded*: copied to host blocks. If a later prompt continues in the tier behind
 what the device has cached, those blocks are *fetched*: copied into the blocks of the request, instead of being computed.
 A fetched block also stays in the tier, so it is not copied again when the device evicts it.
 
-`HostLedger` has numbers only. The controller and every rank of a lane each own one and apply the same drops, demotions
-and fetches in the same order, as with `medha.kv.blocks`. The blocks that were demoted together are an *extent*, and
-extents are numbered in the order in which they come. So a demotion is sent as the end of a cached prefix and a count, and
+`HostLedger` has numbers only. The controller and every rank of a lane each own one and apply the same drops, offloads
+and fetches in the same order, as with `medha.kv.blocks`. The blocks that were offloaded together are an *extent*, and
+extents are numbered in the order in which they come. So an offload is sent as the end of a cached prefix and a count, and
 a fetch as an extent and a range: neither grows with the number of blocks.
 
 `HostTier` decides, at the controller. What an extent is worth is what its blocks cost to compute again, plus the worth of
@@ -41,7 +41,7 @@ from medha.kv.blocks import FreeRuns, Run, append_run, cut_runs
 from medha.kv.prefix_cache import Branch, each_hash, hash_at, hash_count, hash_range
 from medha.kv.span_index import SHORT_BLOCKS, SpanIndex, common_blocks
 from medha.kv.unwritten_blocks import UnwrittenBlocks
-from medha.wire.messages import Demotion, Fetch, HostDrop
+from medha.wire.messages import Fetch, HostDrop, Offload
 
 KvTier = Literal["host", "disk", "store", "peers"]
 """Tiers from which KV comes, as `spec.kvCache.tiers` names them."""
@@ -51,7 +51,7 @@ _MANY = 64
 _MOST_PASSED = 64
 """Extents that a candidate passes over because no lower tier has them yet."""
 _PASSING_PART = 4
-"""The tier drops what the disk has to make room for demoted blocks only while at most one in so many of its blocks waits for the disk.
+"""The tier drops what the disk has to make room for offloaded blocks only while at most one in so many of its blocks waits for the disk.
 So a slow disk does not empty it."""
 _PRICED_TOKENS = 1024
 """Tokens over which the cost of a block is averaged: a chunk of one block costs as much as one of many."""
@@ -267,7 +267,7 @@ class _Swapped:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """Blocks of a branch that is demoted together with others."""
+    """Blocks of a branch that is offloaded together with others."""
 
     hashes: str
 
@@ -307,12 +307,12 @@ class TierCounts:
 
     hits: int = 0
     fetched_blocks: int = 0
-    demoted_blocks: int = 0
+    offloaded_blocks: int = 0
     dropped_blocks: int = 0
     swapped_out_blocks: int = 0
-    """Those of the demoted ones that were kept for requests that had stepped aside."""
+    """Offloaded blocks that were kept for requests that had stepped aside."""
     swapped_in_blocks: int = 0
-    """Those of the fetched ones that such requests fetched when they came back."""
+    """Fetched blocks that requests fetched when they came back after they had stepped aside."""
 
 
 class HostTier:
@@ -420,7 +420,7 @@ class HostTier:
         return count
 
     def _count_served(self, held: Iterable[Held], tickets: int) -> None:
-        """Add `tickets` to the number of tickets that keep each of these parts; this looks at no other extents."""
+        """Add `tickets` to the number of tickets that keep each of these parts; this examines no other extents."""
         for one in held:
             parts = self._served_parts.setdefault(one.extent, Counter())
             before = sum(stop - start for start, stop in _joined(parts))
@@ -533,9 +533,9 @@ class HostTier:
         """Keep the blocks of a sequence's fetch no longer: all are copied, or none is needed any more."""
         self._let_go(self._fetching.pop(sequence, ()))
 
-    # --- demotion -------------------------------------------------------------------------------------
+    # --- offload -------------------------------------------------------------------------------------
 
-    def demote(self, branches: Sequence[Branch]) -> tuple[tuple[HostDrop, ...], tuple[Demotion, ...]]:
+    def offload(self, branches: Sequence[Branch]) -> tuple[tuple[HostDrop, ...], tuple[Offload, ...]]:
         """Choose which evicted blocks the tier takes and what it drops for them.
 
         The most valuable ones come first. Each takes free blocks. Then it takes those of extents that a lower tier has, if
@@ -580,16 +580,16 @@ class HostTier:
         stored = [self._store(one) for one in taken]
         for number in stored:
             self._await_write(number)
-        self.counts.demoted_blocks += sum(one.blocks for one in taken)
+        self.counts.offloaded_blocks += sum(one.blocks for one in taken)
         self.counts.swapped_out_blocks += sum(one.blocks for one in taken if one.is_swapped)
-        return tuple(drops), tuple(Demotion(one.last, one.blocks) for one in taken)
+        return tuple(drops), tuple(Offload(one.last, one.blocks) for one in taken)
 
     def _candidates(
         self, branch: Branch, behind: Mapping[str, _Candidate], known: SpanIndex[_Known]
     ) -> Iterable[_Candidate]:
         """Yield the parts of a branch that the tier lacks, and that would be fetched rather than computed.
 
-        `behind` has what follows a block and is about to be demoted. `known` has other branches, whose blocks are not taken twice.
+        `behind` has what follows a block and is about to be offloaded. `known` has other branches, whose blocks are not taken twice.
         """
         hashes, at = branch.hashes, branch.start
         for start, count, is_swapped in self._lacking(branch, known):
@@ -1065,7 +1065,7 @@ def _within(
 ) -> list[str]:
     """Return those of the hashes `keys` that the blocks `start .. stop` of a prompt have, in the order of these blocks.
 
-    Where the blocks are many, this looks at the keys, and finds those whose block has the same place in the prompt. `place`
+    Where the blocks are many, this searches the keys, and finds those whose block has the same place in the prompt. `place`
     returns that of a key's block.
     """
     if not keys:

@@ -1,6 +1,6 @@
 """A rank's copy of its lane's ledger, which replays the decisions of `medha.kv.pools`.
 
-A rank applies the numbers that `Admit`, `Grow`, `Publish` and a release carry to the ledger of its own lane.
+A rank applies the numbers that `Admit`, `Grow`, `Insert` and a release carry to the ledger of its own lane.
 It needs no token ids, no hashes and no eviction policy, so it cannot decide differently from the controller;
 `state_hash` verifies that it has not.
 """
@@ -19,7 +19,6 @@ from medha.kv.window_tables import WindowTables
 from medha.shards import Segment, ShardMap, digest_of, segments_of
 from medha.wire.messages import (
     Admit,
-    Demotion,
     DiskDelete,
     DiskFile,
     DiskWrite,
@@ -28,9 +27,10 @@ from medha.wire.messages import (
     Grow,
     HostDrop,
     HostLoad,
+    Insert,
     KvFetch,
     KvServe,
-    Publish,
+    Offload,
     Step,
     StepEntry,
     StoreWrite,
@@ -97,7 +97,7 @@ class HostTierWork:
 class LaneReplay:
     """A rank's ledger of its lane, which replays the decisions of `KvPools`.
 
-    Each call applies one part of a `Step`, in this order: publishes, releases, loads, serves, grows, admits, fetches,
+    Each call applies one part of a `Step`, in this order: inserts, releases, loads, serves, grows, admits, fetches,
     writes, stores. If layers free KV before their windows, `begin_step` comes after the releases, and `place_windows`
     comes last.
     """
@@ -180,7 +180,7 @@ class LaneReplay:
                 continue
             self._drop(load.drops)
             if load.last != NO_BLOCK:
-                self._copy_in(Demotion(load.last, load.count))
+                self._copy_in(Offload(load.last, load.count))
             elif load.count:
                 extent, slots = self._tier().store(load.count)
                 self._reads.append(
@@ -231,20 +231,20 @@ class LaneReplay:
                 ends = tuple((part.extent, part.start + part.count) for part in one.blocks)
                 self._stores.append(StoreBlocks(one.object, ends, self._slots(one.blocks)))
 
-    def publish(self, publishes: Iterable[Publish]) -> None:
-        for publish in publishes:
-            if publish.lane == self.lane:
-                runs = self.ledger.remember(publish.id, publish.start, publish.count)
-                known = self._paths.depth(publish.id)
-                self._paths.publish(publish.id, runs, publish.start, publish.after)
-                if self.windows is not None and publish.start > known:
-                    self._publish_windows(self.windows, publish, known)
+    def insert(self, inserts: Iterable[Insert]) -> None:
+        for insert in inserts:
+            if insert.lane == self.lane:
+                runs = self.ledger.remember(insert.id, insert.start, insert.count)
+                known = self._paths.depth(insert.id)
+                self._paths.insert(insert.id, runs, insert.start, insert.after)
+                if self.windows is not None and insert.start > known:
+                    self._insert_windows(self.windows, insert, known)
 
-    def _publish_windows(self, windows: WindowTables, publish: Publish, known: int) -> None:
+    def _insert_windows(self, windows: WindowTables, insert: Insert, known: int) -> None:
         """Keep the windows that a sequence has computed for blocks, from number `known` on, that another one had inserted."""
-        own = as_blocks(self.ledger.runs(publish.id, known, publish.start))
-        cached = as_blocks(self._paths.runs(publish.after, publish.start - known))
-        windows.published(publish.id, own, cached, publish.start)
+        own = as_blocks(self.ledger.runs(insert.id, known, insert.start))
+        cached = as_blocks(self._paths.runs(insert.after, insert.start - known))
+        windows.inserted(insert.id, own, cached, insert.start)
 
     def release(self, sequence: str) -> None:
         """Release a sequence; it is ignored if it has nothing on this lane.
@@ -397,7 +397,7 @@ class LaneReplay:
         Raises:
             LedgerMismatch: the step does not fit this state.
         """
-        self.publish(step.publishes)
+        self.insert(step.inserts)
         for name in step.releases:
             self.release(name)
         self.begin_step()
@@ -415,20 +415,20 @@ class LaneReplay:
         for eviction in evictions:
             if eviction.lane == self.lane:
                 evicted = self._paths.evicted(eviction, self.ledger.remembered)
-                self._demote(eviction)
+                self._offload(eviction)
                 self.ledger.evict(evicted)
                 if self.windows is not None:
                     self.windows.forget(evicted)
 
-    def _demote(self, eviction: Eviction) -> None:
+    def _offload(self, eviction: Eviction) -> None:
         self._drop(eviction.drops)
-        for demotion in eviction.demotions:
-            self._copy_in(demotion)
+        for offload in eviction.offloads:
+            self._copy_in(offload)
 
-    def _copy_in(self, demotion: Demotion) -> None:
+    def _copy_in(self, offload: Offload) -> None:
         """Copy cached blocks to host blocks, which become the next extent."""
-        _, slots = self._tier().store(demotion.count)
-        blocks = self._paths.runs(demotion.last, demotion.count)
+        _, slots = self._tier().store(offload.count)
+        blocks = self._paths.runs(offload.last, offload.count)
         self._tier_copies += tier_copies(blocks, slots, is_fetch=False)
 
     def _drop(self, drops: Iterable[HostDrop]) -> None:

@@ -1,7 +1,7 @@
 """The controller's KV pools: reservations, shard maps and prefix caches of all lanes of a replica.
 
 `KvPools` places requests on lanes, shares cached blocks, evicts unused ones, and describes each change by the
-numbers that `Admit`, `Grow`, `Publish` and a release carry. Ranks replay these with `medha.kv.lane_replay`.
+numbers that `Admit`, `Grow`, `Insert` and a release carry. Ranks replay these with `medha.kv.lane_replay`.
 
 Three rules keep cached blocks correct:
 
@@ -12,7 +12,7 @@ Three rules keep cached blocks correct:
 * At least the last token of a prompt is always computed again, because the first output token is sampled from
   it.
 
-A cached prefix may continue in further places. With a host tier, evicted blocks may be demoted to it
+A cached prefix may continue in further places. With a host tier, evicted blocks may be offloaded to it
 (`medha.kv.host_tier`). The rest may be in files of a disk tier (`medha.kv.disk_tier`), on another replica that offers it,
 or in a store that replicas share (`medha.kv.store_tier`). From these three it is loaded into the host tier before its
 request is admitted. Lanes also offer what they have to other replicas.
@@ -66,10 +66,10 @@ from medha.wire.messages import (
     Grow,
     HostDrop,
     HostLoad,
+    Insert,
     KvFetch,
     KvPart,
     KvServe,
-    Publish,
     Step,
     StoreWrite,
 )
@@ -231,7 +231,7 @@ class _Lane:
         parts: list[tuple[int, Held | OnDisk]] = []
         while start < stop:
             found: Sequence[Held | OnDisk] = self.tier.match(hashes, start, stop, with_loading=True)
-            if not found and self.disk is not None:  # file by file, so that only what they hold is looked at
+            if not found and self.disk is not None:  # file by file, so that only what they hold is examined
                 found = self.disk.match(hashes, start, min(start + FILE_BLOCKS, stop))[:1]
                 lacks = sum(self.tier.lacks(hashes, start, start + one.count) for one in found)
                 found = self.disk.match(hashes, start, start + lacks)
@@ -428,8 +428,8 @@ class _Lane:
         self.ledger.evict(evicted.runs)
         if self.tier is None:
             return (Eviction(evicted.used_before, evicted.last, evicted.count, lane),)
-        drops, demotions = self.tier.demote(evicted.branches)
-        return (Eviction(evicted.used_before, evicted.last, evicted.count, lane, drops, demotions),)
+        drops, offloads = self.tier.offload(evicted.branches)
+        return (Eviction(evicted.used_before, evicted.last, evicted.count, lane, drops, offloads),)
 
     def make_free_beside(
         self, sequence: str, found: _Found, blocks: int, lane: int
@@ -451,7 +451,7 @@ class _Lane:
 class _LaneFetches:
     """The blocks that a sequence still has to fetch from the host tier of a lane.
 
-    A long prefix takes many steps, so each step looks only at the parts that it takes.
+    A long prefix takes many steps, so each step examines only the parts that it takes.
     """
 
     def __init__(self, parts: Iterable[Fetch]) -> None:
@@ -477,7 +477,7 @@ class _SequenceKv:
     shards: ShardMap
     prompt_tokens: int
     chains: dict[int, str]  # lane -> hashes of the prompt's whole blocks there, in order
-    unpublished: int  # whole prompt blocks that are not computed, or not yet in the cache
+    not_inserted: int  # whole prompt blocks that are not computed, or not yet in the cache
     outputs: list[str] = field(default_factory=list)  # hashes of the blocks after those of the prompt
     # By lane: how many objects have been decided about. They were offered to the store if it takes this sequence.
     objects: dict[int, int] = field(default_factory=dict)
@@ -553,7 +553,7 @@ class KvPools:
         self._held: dict[str, _SequenceKv] = {}
         # Both cover all lanes, in the order in which they happened. A lane's clock counts its releases: if
         # ranks got them in another order, they would evict other blocks than `medha.kv.prefix_cache` did.
-        self._publishes: list[Publish] = []
+        self._inserts: list[Insert] = []
         self._releases: dict[str, None] = {}
         self.swaps_out = 0
         """Times that a sequence stepped aside whose KV host tiers keep."""
@@ -634,7 +634,7 @@ class KvPools:
         return TierCounts(
             sum(one.hits for one in each),
             sum(one.fetched_blocks for one in each),
-            sum(one.demoted_blocks for one in each),
+            sum(one.offloaded_blocks for one in each),
             sum(one.dropped_blocks for one in each),
             sum(one.swapped_out_blocks for one in each),
             sum(one.swapped_in_blocks for one in each),
@@ -1132,7 +1132,7 @@ class KvPools:
 
     @property
     def offered_blocks(self) -> int:
-        """Blocks of objects that wait to be written to the store, or were not looked at."""
+        """Blocks of objects that wait to be written to the store, or were not examined."""
         return 0 if self.store is None else self._offers.objects * self.store.object_blocks
 
     def write_through(self, most_blocks: int) -> None:
@@ -1203,9 +1203,9 @@ class KvPools:
             chain = chains.get(lane, "")
             here.cache.lock(child, chain, min(shared.get(lane, 0) // size, hash_count(chain)))
             prefixes += here.locked(child, lane)
-        unpublished = sum(map(hash_count, chains.values()))
+        not_inserted = sum(map(hash_count, chains.values()))
         self.end_swap(child)
-        self._held[child] = _SequenceKv(shards, held.prompt_tokens, chains, unpublished)
+        self._held[child] = _SequenceKv(shards, held.prompt_tokens, chains, not_inserted)
         return Placed(shards, 0, *self._message_fields(shards.segments), tuple(prefixes), tuple(evictions))
 
     def grow(self, sequence: str, tokens: int) -> Grow | None:
@@ -1235,7 +1235,7 @@ class KvPools:
     def computed(self, sequence: str, tokens: int) -> None:
         """Insert the whole prompt blocks among the first `tokens` tokens, now computed, into the caches."""
         held = self._held[sequence]
-        if not held.unpublished:
+        if not held.not_inserted:
             return
         size, left = self.block_size_tokens, 0
         if self._stripes_prompts and len(held.chains) > 1:
@@ -1244,23 +1244,23 @@ class KvPools:
                 stop = min(computed.get(lane, 0), hash_count(chain))
                 left += hash_count(chain) - stop
                 if stop:
-                    self._publish_prompt(sequence, lane, chain, stop)
-            held.unpublished = left
+                    self._insert_prompt(sequence, lane, chain, stop)
+            held.not_inserted = left
             return
         if len(held.chains) == 1:
             ((lane, chain),) = held.chains.items()
             stop = min(min(tokens, held.prompt_tokens) // size, hash_count(chain))
-            held.unpublished = hash_count(chain) - stop
+            held.not_inserted = hash_count(chain) - stop
             if stop:
-                self._publish_prompt(sequence, lane, chain, stop)
+                self._insert_prompt(sequence, lane, chain, stop)
             return
         for piece in held.shards.pieces(0, held.prompt_tokens):
             chain = held.chains.get(piece.lane, "")
             stop = min(max(0, min(piece.stop, tokens) - piece.start) // size, hash_count(chain))
             left += hash_count(chain) - stop
             if stop:
-                self._publish_prompt(sequence, piece.lane, chain, stop)
-        held.unpublished = left
+                self._insert_prompt(sequence, piece.lane, chain, stop)
+        held.not_inserted = left
 
     def extend(self, sequence: str, hashes: str, filled_tokens: int) -> None:
         """Record the hash of a block that output tokens have filled, the last of the first `filled_tokens` tokens.
@@ -1281,14 +1281,14 @@ class KvPools:
         """Keep the output of a sequence out of the cache, because its KV may be wrong."""
         self._held[sequence].outputs.clear()
 
-    def publish_output(self, sequence: str, computed_tokens: int) -> None:
+    def insert_output(self, sequence: str, computed_tokens: int) -> None:
         """Insert the whole output blocks among the first `computed_tokens` tokens of a sequence into the cache."""
         held = self._held[sequence]
         if held.outputs and len(held.chains) == len(held.shards.lanes) == 1:
             chain = held.chains[held.shards.owner] + "".join(held.outputs)
             stop = min(computed_tokens // self.block_size_tokens, hash_count(chain))
             if stop > held.prompt_tokens // self.block_size_tokens:
-                self._publish(sequence, held.shards.owner, chain, stop)
+                self._insert(sequence, held.shards.owner, chain, stop)
 
     def offer_output(self, sequence: str, computed_tokens: int) -> None:
         """Let objects that output has filled be written to the store (`write_through`), and insert their blocks into the cache.
@@ -1308,7 +1308,7 @@ class KvPools:
         if stop <= prompt_blocks or stop // size <= held.objects.get(lane, 0):
             return
         chain = held.chains[lane] + "".join(held.outputs)
-        self._publish(sequence, lane, chain, stop)
+        self._insert(sequence, lane, chain, stop)
         if not held.is_stored:
             held.is_stored, held.objects[lane] = None, 0
         self._offer_to_store(held, lane, chain, stop)
@@ -1322,7 +1322,7 @@ class KvPools:
         """
         held = self._held[sequence]
         self.offer_output(sequence, computed_tokens)
-        self.publish_output(sequence, computed_tokens)
+        self.insert_output(sequence, computed_tokens)
         if swaps and self._prices is not None:
             self._begin_swap(sequence, held, computed_tokens)
         if self._fetches.pop(sequence, None) is not None:
@@ -1361,10 +1361,10 @@ class KvPools:
     # Every step reaches every rank, whichever lanes it runs on: a change on several lanes is one event for
     # all.
 
-    def take_publishes(self) -> tuple[Publish, ...]:
+    def take_inserts(self) -> tuple[Insert, ...]:
         """Take the pending cache insertions of all lanes, in order; ranks apply them first in a step."""
-        publishes, self._publishes = self._publishes, []
-        return tuple(publishes)
+        inserts, self._inserts = self._inserts, []
+        return tuple(inserts)
 
     def take_releases(self) -> tuple[str, ...]:
         """Take the sequences of all lanes that ranks must release, in the order in which they ended here."""
@@ -1377,7 +1377,7 @@ class KvPools:
         return self._loads
 
     def take_loads(self) -> tuple[HostLoad, ...]:
-        """Take the pending loads of all lanes, in order; ranks apply them after a step's publishes and releases."""
+        """Take the pending loads of all lanes, in order; ranks apply them after a step's inserts and releases."""
         loads, self._loads = self._loads, []
         return tuple(loads)
 
@@ -1412,7 +1412,7 @@ class KvPools:
     def has_changes(self) -> bool:
         """True if there are insertions, releases or changes of tiers that the ranks have not received."""
         return bool(
-            self._publishes
+            self._inserts
             or self._releases
             or self._loads
             or self.has_offers
@@ -1731,7 +1731,7 @@ class KvPools:
     def _whole_blocks(self, shards: ShardMap, tokens: int) -> dict[int, int]:
         """Return how many whole blocks of the first `tokens` tokens lie on each lane.
 
-        Each step of a striped prefill calls it, so it looks at no stripe: all begin at multiples of the block size.
+        Each step of a striped prefill calls it, so it examines no stripe: all begin at multiples of the block size.
         """
         return {
             lane: length // self.block_size_tokens for lane, length in shards.local_lengths(tokens).items()
@@ -1779,8 +1779,8 @@ class KvPools:
         if fetches:
             self._fetches[sequence] = fetches
         cached_tokens = cached_blocks * self.block_size_tokens
-        unpublished = sum(map(hash_count, chains.values()))
-        self._held[sequence] = _SequenceKv(shards, prompt_tokens, chains, unpublished)
+        not_inserted = sum(map(hash_count, chains.values()))
+        self._held[sequence] = _SequenceKv(shards, prompt_tokens, chains, not_inserted)
         self.queried_tokens += prompt_tokens if self._prefix_caching else 0
         self.hit_tokens += cached_tokens
         for source, blocks in by_tier.items():
@@ -1828,18 +1828,18 @@ class KvPools:
         self.hit_tokens += blocks * size
         return Placed(shards, blocks * size, (), (), here.locked(sequence, 0), evictions)
 
-    def _publish(self, sequence: str, lane: int, chain: str, stop: int) -> None:
+    def _insert(self, sequence: str, lane: int, chain: str, stop: int) -> None:
         here = self._lanes[lane]
-        published = here.cache.publish(sequence, chain, stop, here.ledger.runs(sequence, 0, stop))
-        if published is not None:
-            new, after = published
+        inserted = here.cache.insert(sequence, chain, stop, here.ledger.runs(sequence, 0, stop))
+        if inserted is not None:
+            new, after = inserted
             if new:
                 here.ledger.remember(sequence, stop - new, new)
-            self._publishes.append(Publish(sequence, stop - new, new, lane, after))
+            self._inserts.append(Insert(sequence, stop - new, new, lane, after))
 
-    def _publish_prompt(self, sequence: str, lane: int, chain: str, stop: int) -> None:
+    def _insert_prompt(self, sequence: str, lane: int, chain: str, stop: int) -> None:
         """Insert blocks of a prompt into the cache of a lane, and offer them to the store."""
-        self._publish(sequence, lane, chain, stop)
+        self._insert(sequence, lane, chain, stop)
         self._offer_to_store(self._held[sequence], lane, chain, stop)
 
     def _message_fields(

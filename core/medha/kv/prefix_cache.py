@@ -290,7 +290,7 @@ class PrefixCache:
         node, blocks = self._locked[sequence]
         return (node.last_block if blocks else -1), blocks
 
-    def publish(self, sequence: str, hashes: str, stop: int, runs: Sequence[Run]) -> tuple[int, int] | None:
+    def insert(self, sequence: str, hashes: str, stop: int, runs: Sequence[Run]) -> tuple[int, int] | None:
         """Insert blocks that `sequence` has computed: `runs` are the blocks of the first `stop` of `hashes`.
 
         Blocks of the same hashes that another sequence has inserted stay in the cache. Return how many blocks at

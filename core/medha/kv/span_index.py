@@ -1,8 +1,8 @@
 """An index of spans of KV blocks by the hashes of their blocks, whose cost does not grow with each block of a long span.
 
-A hash covers everything before its block in the prompt. So two prompts that have one block in common also have those before it, and
-a few blocks of a long span suffice to find all others: its first one, and those that are *marked*, because their hash ends with a 0,
-one of sixteen on average. To find another block, one looks at those near it in the prompt that is asked for.
+A hash covers everything before its block in the prompt. So two prompts that share a block also share all blocks before it. Of a
+long span, only a few blocks are indexed: the first one, and the *marked* ones, whose hash ends with a 0 (one of sixteen on
+average). Any other block is found through an indexed block near it in the prompt.
 
 Of a short span, all blocks are in the index. A few blocks of a long one may not be found: where a lane also has other blocks
 of the prompt next to them, or once a span that has some of the same blocks is removed. Such a block counts as missing; it is

@@ -1,8 +1,8 @@
 """Blocks of one lane's host tier that wait to be written to files, and which of them come next.
 
-A disk takes longer than a demotion, so most blocks that come to a host tier have to wait. They wait in the tier, where they are of
-use meanwhile, and are dropped there as all others are. So a disk that is too slow loses some of them, no step waits for it, and
-nothing is kept for it.
+A disk takes longer than an offload, so most blocks that come to a host tier have to wait. They wait in the tier, where prompts
+can use them meanwhile, and are dropped like all other blocks. So if the disk is too slow, some blocks are never written, but no
+step waits for the disk, and no memory is held for it.
 
 Extents that are worth most come first (`medha.kv.host_tier`): what takes long to compute again, and a prefix before what
 continues it. If a prefix cannot be written whole, its beginning is written.

@@ -40,10 +40,10 @@ from medha.errors import LedgerMismatch
 from medha.kv.blocks import BlockCopy, BlockLedger, FreeRuns, Run, as_blocks
 
 CACHED_WINDOW_PART = 8
-"""The pool gets one more block for so many blocks of layers without a window, to keep the windows of cached prefixes."""
+"""Blocks of layers without a window for which the pool gets one additional block, to keep the windows of cached prefixes."""
 
 LEAST_WINDOWS = 8
-"""Sequences for which a pool has windows at least, unless fewer may run."""
+"""Least number of sequences for which a pool has windows, unless fewer may run."""
 
 _NONE = -1
 
@@ -57,7 +57,7 @@ def frees_windows(windows: Sequence[int | None], *, has_tiers: bool) -> bool:
 
 
 def widest_window(windows: Sequence[int | None]) -> int:
-    """Return the widest of the windows of layers, in tokens; there is one."""
+    """Return the widest window of the layers, in tokens; at least one layer must have a window."""
     return max(window for window in windows if window is not None)
 
 
@@ -119,7 +119,8 @@ def window_need(
 def usable_blocks(are_here: npt.NDArray[np.bool_], window_tokens: int, block_size_tokens: int) -> int:
     """Return the length in blocks of the longest part of a cached prefix whose last window is here.
 
-    `are_here` says which of its blocks are. A request that shares this part computes the row after it next.
+    `are_here` flags the blocks of the prefix whose windows are here. A request that shares this part next computes the row
+    after it.
     """
     missing = np.flatnonzero(~are_here)
     if not len(missing):
@@ -215,7 +216,7 @@ class WindowTables:
         table = self._tables.setdefault(sequence, _Table())
         table.ends.append((first_seen // size, stop // size))
 
-    def published(
+    def inserted(
         self, sequence: str, own: npt.NDArray[np.int64], cached: npt.NDArray[np.int64], stop: int
     ) -> None:
         """Keep the windows that a sequence computed in its blocks `own`, for the blocks `cached` of the same tokens.

@@ -2,7 +2,7 @@
 
 A token's hidden state is projected down to a *latent*, from which a matrix of each head makes its key and its value.
 Beside the latent stands one key that carries the position (RoPE), and which all heads share. Only this row is kept. A
-query takes its head's key matrix into itself (*absorbs* it), so that it meets latents directly; the head's value matrix
+query takes its head's key matrix into itself (*absorbs* it), so that it is multiplied with latents directly; the head's value matrix
 is applied to the sum of latents that attention returns. That is the *absorbed form*. In *plain form*, the latents of a
 context are made keys and values of each head first, and attended to as those of any other model.
 """

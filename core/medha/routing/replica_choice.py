@@ -3,9 +3,9 @@
 The expected time is the prefill work ahead of the sequence on the lane that would take it, as announced plus what
 was forwarded since, and its own prefill without the prefix that the replica is thought to have cached, or would
 read from another one. So a sequence follows its cached prefix as long as the replicas' loads differ by less than
-the seconds that the hit saves, or that reading takes. A long prefix saves minutes, though, in which a replica would
-collect all the work of a popular one. So a replica attracts by its cache only while its load is at most `LOAD_FACTOR`
-times the mean, plus `LOAD_SECONDS`.
+the seconds that the hit saves, or that reading takes. A long prefix saves minutes; meanwhile every request with a
+popular prefix would queue at that replica. So a replica attracts by its cache only while its load is at most
+`LOAD_FACTOR` times the mean, plus `LOAD_SECONDS`.
 
 If another replica is thought to have more of a prompt, `Submit` names it to the chosen one, which may read the KV there.
 
@@ -32,7 +32,7 @@ LOAD_SECONDS = 1.0
 def able_replicas(sequence: OpenSequence, serving: Sequence[KnownReplica]) -> list[KnownReplica]:
     """Return the replicas that follow a sequence's grammar and can hold it: with all of its output, if any can.
 
-    A text that has begun goes on where keys and values are rounded alike, if it can: elsewhere it might be another one.
+    A sequence with output prefers replicas with the same KV data type, because another rounding may change its text.
     """
     tokens = sequence.tokens
     whole = sequence.whole_tokens
@@ -74,7 +74,7 @@ def with_room_to_read(
 
 
 def ignored_grammar(model: str) -> str:
-    """Return the text of the error for a request with a grammar that no replica follows which serves its model."""
+    """Return the text of the error for a grammar that no serving replica of the model supports."""
     return (
         f"the ready replicas of the model `{model}` are of an earlier version of Medha, which ignores grammars: upgrade "
         "them, or leave out what asks for a grammar, such as a `response_format` or functions that are `strict` or required"

@@ -85,7 +85,7 @@ from medha.wire.messages import (
 )
 
 MOST_LOOKS = 256
-"""Most sequences of a draining replica that one pass looks at; the pass of the next tick continues after them."""
+"""Most sequences of a draining replica that one pass examines; the pass of the next tick continues after them."""
 MOST_MISSES = 64
 """Most sequences in a row without a replica for them before a pass ends; the next pass begins after them."""
 

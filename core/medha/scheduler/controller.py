@@ -399,7 +399,7 @@ class ReplicaController:
           steps, so a long step must have only its sampling left;
         * while a decode lacks KV, or while a waiting request can take the place of one that ends;
         * if the step in flight verifies drafts, because then it is not known how many tokens it samples;
-        * if the next step should verify drafts, which begin after known tokens. They may be drawn in the step in
+        * if the next step should verify drafts, which begin after known tokens. They may be proposed in the step in
           flight.
         """
         if self._might_prefill or any(self._lanes[lane].decodes.starved for lane in lanes):
@@ -411,7 +411,7 @@ class ReplicaController:
         step = launched.step
         if launched.built.prefills or launched.built.drafts or step.lanes != lanes:
             return False
-        if launched.built.draws.are_awaited:
+        if launched.built.proposals.are_awaited:
             return False
         if step.predicted_seconds > self._short_seconds and not self._lanes.are_free(lanes):
             return False
@@ -491,7 +491,7 @@ class ReplicaController:
             admits=tuple(admits),
             predicted_seconds=built.packed.predicted_seconds if built.entries else 0.0,
             state_hash=hashes[0] if len(hashes) == 1 else None,
-            publishes=self._pools.take_publishes(),
+            inserts=self._pools.take_inserts(),
             lanes=lanes,
             state_hashes=hashes if len(hashes) > 1 else (),
             loads=self._pools.take_loads(),
@@ -905,7 +905,7 @@ class ReplicaController:
         seconds = done.compute_seconds
         if not speculator.is_off:
             going = {request.id: request for request in requests if not request.ended}
-            seconds = speculator.take(done, built.draws, going)
+            seconds = speculator.take(done, built.proposals, going)
             ended_at, self._done_at[launched.step.lanes] = self._done_at.get(launched.step.lanes, 0.0), now
             if not (built.prefills or launched.step.admits):
                 began_at = max(launched.at, ended_at) if launched.ran_ahead else launched.at

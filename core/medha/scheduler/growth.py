@@ -2,7 +2,7 @@
 
 A request reserves KV for the output that is expected of it (`medha.scheduler.output_lengths`), and takes more
 when it outgrows that. Some free KV is held back from admission for such growth: for each request that may
-outgrow what it holds, a part of its expected output; of long ones, no more than their share of the pool leaves.
+outgrow what it holds, a part of its expected output; for long requests, at most what is left of their share of the pool.
 
 If KV is short all the same, one request *steps aside*: it gives its KV back and waits. When it comes back, what the
 host tier has kept of its KV is fetched, and the rest is computed again (`medha.kv.host_tier`). Its text stays the

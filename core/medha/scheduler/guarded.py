@@ -46,7 +46,7 @@ class GuardedSettings:
     lanes: int = 1
     """Lanes that serve the rows in parallel. With more than one, revised deadlines are unproven estimates."""
     few_rows: int = 32
-    """Up to this many rows are examined in a loop, which is then faster than arrays. At most `near_rows`."""
+    """Most rows that are examined in a loop, which is faster than arrays for so few. At most `near_rows`."""
     near_rows: int = 1024
     """Rows, due next, that every decision examines."""
     far_every_decisions: int = 8

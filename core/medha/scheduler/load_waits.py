@@ -16,7 +16,7 @@ from medha.scheduler.request import Request
 _PATIENCE = 2.0
 """Longest wait, as a multiple of the predicted one."""
 _SAVED_PART = 0.25
-"""Longest wait, as a part of the time that loads save, if that is longer. More would cost much if the disk hangs."""
+"""Longest wait, as a part of the time that loads save, if that is longer. If the disk hangs, a request loses this time."""
 _LEAST_SECONDS = 0.25
 """Time that each wait may take beyond that, because ranks report between their steps."""
 

@@ -218,4 +218,4 @@ class LongSwaps:
         back_seconds = seconds.fetch_seconds(blocks) + compute_seconds(kept, request.computed)
         if back_seconds >= without.back_seconds:
             return without
-        return Price(seconds.demote_seconds(blocks), back_seconds)
+        return Price(seconds.offload_seconds(blocks), back_seconds)

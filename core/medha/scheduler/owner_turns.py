@@ -1,18 +1,17 @@
 """Turns of owners, for when not all can be on time: owners that attained clearly less go first, whatever the policy.
 
 An owner stands for an API key, or without keys for a client request. If the rows cannot all be on time in any
-order, those up to the last deadline that would be missed are *contested*. Each owner's contested rows get its
-turns (`medha.scheduler.attained_service`), the smallest first, in the order of the policy. So an owner with many
-rows makes its own rows late before those of others, and an owner's own rows keep the order of the policy.
+order, those up to the last deadline that would be missed are *contested*. Each owner's turns
+(`medha.scheduler.attained_service`) go to its contested rows, smallest turn first, in the order of the policy. So an owner with
+many rows makes its own rows late before those of others, and an owner's own rows keep the order of the policy.
 
 Owners are in *classes* by their largest turns. The largest of all, and those with at least a quarter of its service,
 are one class; the largest of the others begins the next class, and so on. A row belongs to the lowest class whose
 largest turn is at least its own. So the rows of an owner are in its class, or in a lower one if their turns are small.
 
-The contested rows are reordered by class, in the places that the policy gave them all together; within a class, the
-policy decides. It therefore decides between owners of about the same load: strict turns would let rows that can no
-longer be on time go before rows of others that can. If all can be on time, or if there is one owner, the order is
-that of the policy.
+The contested rows exchange the places that the policy gave them: they are ordered by class, and by the policy within a class.
+So the policy decides between owners of about the same load. With strict turns, rows that can no longer be on time would go
+before rows of other owners that can. If all can be on time, or if there is one owner, the order is that of the policy.
 
 A router applies this to the sequences that wait in it, and a replica to its prefills.
 """

@@ -110,7 +110,7 @@ class Batch:
         self.fetch_seconds = 0.0
         """The time of fetches beside the layers, on the lane where they take longest, after correction."""
         self._exchanged_guesses = 0  # queries of guesses, on top of all these
-        self.draw_seconds = 0.0
+        self.proposal_seconds = 0.0
         """The time that a draft model takes after the step, corrected."""
 
     @property
@@ -212,7 +212,7 @@ class Batch:
     def corrected(self, predicted: PartedSeconds) -> float:
         """Return the corrected time of a step with this prediction, its copies and its draft model included."""
         computed_seconds = self._predictor.correction.seconds(predicted)
-        return max(computed_seconds, self.beside_seconds()) + self._copy_seconds + self.draw_seconds
+        return max(computed_seconds, self.beside_seconds()) + self._copy_seconds + self.proposal_seconds
 
     def is_streaming(self, predicted: PartedSeconds) -> bool:
         """Return whether a step with this prediction streams KV for longer than it computes, and fetches none."""

@@ -198,7 +198,7 @@ class PeerKv:
     def moves(self, request: Request) -> None:
         """Note that a request which ends here goes on at another replica; its KV can be found at once."""
         if not request.waits:
-            self._pools.publish_output(request.id, request.computed)
+            self._pools.insert_output(request.id, request.computed)
         self._moved[request.id] = request.submit.block_hashes, request.length
 
     def moved(self, request_id: str) -> None:

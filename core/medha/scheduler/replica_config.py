@@ -34,7 +34,7 @@ class ReplicaConfig:
     prefix_caching: bool = True
     window_pool: WindowPool | None = None  # of each lane; None: no layer frees KV before its window
     context_parallel: ContextParallel | None = None  # None: owner-compute
-    draft_costs: DraftCosts | None = None  # of the guesses of a draft model; None: none draws any
+    draft_costs: DraftCosts | None = None  # of the guesses of a draft model; None: none proposes any
     host_tier: HostTierFigures | None = None  # of each lane; None: evicted KV is forgotten
     disk_tier: DiskTierFigures | None = None  # of each lane; None: KV of the host tier ends with the epoch
     peer_block_seconds: float | None = None
@@ -118,7 +118,7 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
         if ready.window_blocks
         else None,
         context_parallel=_context_parallel(spec, topology, ready),
-        draft_costs=ready.draft_costs if spec.scheduling.speculation.draws else None,
+        draft_costs=ready.draft_costs if spec.scheduling.speculation.proposes else None,
         host_tier=ready.host_tier,
         disk_tier=ready.disk_tier,
         peer_block_seconds=_peer_block_seconds(spec, ready),

@@ -230,7 +230,7 @@ class Request:
         """Record that `count` drafted tokens of the last step were right: they are known, and their KV is computed."""
         self.length += count
         self.computed += count
-        if self.followed == self.dispatched:  # guesses were drawn after the last of them
+        if self.followed == self.dispatched:  # guesses were proposed after the last of them
             self.followed += count
         self._advance(count)
 

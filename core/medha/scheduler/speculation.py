@@ -1,7 +1,7 @@
 """Decides how many drafted tokens a step verifies, and what a draft model does after it (docs/speculation.md).
 
 A *draft* is a run of guesses at the next tokens of a sequence. It comes with a `Done`: from the process around the
-controller, which knows token ids, or from the rank that samples, whose draft model draws as many guesses as the step asks
+controller, which knows token ids, or from the rank that samples, whose draft model proposes as many guesses as the step asks
 for. A step that verifies some of them computes as many more positions, and samples one token for each guess that is right,
 and one more. So drafts change when tokens come, and never which tokens.
 
@@ -13,10 +13,10 @@ The number of verified guesses follows from:
 * The time to spare: the step stays within the TPOT targets of all decodes, and within the least slack of all prompts.
   Prefills are packed first. While a prompt is late, nothing is drafted.
 
-Guesses of a draft model take time before it is known whether the next step can use them. As many are drawn as a step like
-the present one would best verify if it drew as many again. That must beat decodes that run ahead by the factor
+Guesses of a draft model take time before it is known whether the next step can use them. As many are proposed as a step like
+the present one would best verify if it proposed as many again. That must beat decodes that run ahead by the factor
 `LEAST_GAIN`. Before its first guess for a sequence, the draft model computes the sequence's earlier tokens, piece by piece;
-the expected output must be worth that. If no guess is drawn, the draft model does nothing.
+the expected output must be worth that. If no guess is proposed, the draft model does nothing.
 
 Each lane has a draft model, which guesses for the sequences whose KV lies there alone. A sequence that is spread over
 lanes, or becomes so, gets no guesses of it.
@@ -28,7 +28,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from medha.cost.correction import PartedSeconds
-from medha.scheduler.draft_seconds import DraftSeconds, DrawWork
+from medha.scheduler.draft_seconds import DraftSeconds, ProposalWork
 from medha.scheduler.packer import Batch
 from medha.scheduler.request import Request
 
@@ -41,11 +41,11 @@ FIRST_TOKENS = 2
 PRIOR_TOKENS = 8.0
 """Weight of the chance of all sequences in that of one, in tokens; its own sampled tokens with guesses count 1 each."""
 FORGETTING = 0.95
-"""Factor by which each step that draws no guess for a sequence reduces the weight of the sequence's own tokens."""
+"""Factor by which each step that proposes no guess for a sequence reduces the weight of the sequence's own tokens."""
 LEAST_CHANCE = 0.1
 """Smallest chance with which a guess is verified, however little time that is predicted to take."""
 LEAST_GAIN = 1.03
-"""Smallest factor by which guesses must raise the expected tokens per second for a draft model to draw them."""
+"""Smallest factor by which guesses must raise the expected tokens per second for a draft model to propose them."""
 PROBE_SHARE = 0.01
 """Share of the time that a draft model may take while it does not pay, to learn whether that has changed."""
 
@@ -79,10 +79,10 @@ class Drafted:
 
 
 @dataclass(slots=True)
-class Draws:
-    """The work of a draft model after a step: the tokens that it computes, and then the guesses that it draws."""
+class Proposals:
+    """The work of a draft model after a step: the tokens that it computes, and then the guesses that it proposes."""
 
-    counts: dict[str, int] = field(default_factory=dict)  # guesses to draw, by request
+    counts: dict[str, int] = field(default_factory=dict)  # guesses to propose, by request
     follows: dict[str, int] = field(default_factory=dict)  # tokens to compute, by request
     seconds: float = 0.0
     uncorrected: PartedSeconds = field(default_factory=PartedSeconds)
@@ -159,14 +159,14 @@ def choose_drafts(
 
 
 @dataclass(slots=True)
-class DrawChoice:
+class ProposalChoice:
     """Chooses what a draft model does after a step.
 
-    It assumes that the next step is like this one, draws as many guesses again, and is launched only when this one has
+    It assumes that the next step is like this one, proposes as many guesses again, and is launched only when this one has
     ended. Without guesses it could run ahead.
     """
 
-    batch: Batch  # the decodes of the step, without drafts and draws; it is not changed
+    batch: Batch  # the decodes of the step, without drafts and proposals; it is not changed
     # No guesses are made for those with a grammar, which the draft model ignores, nor for those spread over lanes.
     decodes: Sequence[Request]
     limits: DraftLimits  # bounds of the next step, and the longest time of this one
@@ -181,7 +181,7 @@ class DrawChoice:
         self._plain_seconds = self.batch.seconds()
         self._plain_rate = len(self.decodes) / max(self._plain_seconds + self.between.ahead_seconds, 1e-9)
 
-    def choose(self) -> Draws:
+    def choose(self) -> Proposals:
         """Return the best work; none if guesses do not pay."""
         rooms = self._rooms()
         counts, rate = self._best(rooms)
@@ -190,14 +190,14 @@ class DrawChoice:
             counts, rate = self._best({name: rooms[name] for name in worth})
             worth = self._worth(counts, rate)
         if not worth:
-            return Draws()
+            return Proposals()
         follows, ready = self._follow(worth)
         if len(ready) < len(counts):
             counts, _ = self._best({name: rooms[name] for name in ready})
-        draws = self._draws(counts, follows)
-        return draws if draws.seconds <= self.limits.seconds - self._plain_seconds else Draws()
+        proposals = self._proposals(counts, follows)
+        return proposals if proposals.seconds <= self.limits.seconds - self._plain_seconds else Proposals()
 
-    def probe(self, seconds: float, *, most: int = 1, is_whole: bool = False) -> Draws:
+    def probe(self, seconds: float, *, most: int = 1, is_whole: bool = False) -> Proposals:
         """Return a guess for each of the up to `most` cheapest sequences, if that takes at most `seconds`.
 
         Return none if guesses would not pay even if all were right. To compute the tokens before a guess may take
@@ -211,15 +211,15 @@ class DrawChoice:
         while is_whole and cheapest and self._seconds_of_one_each(cheapest) > seconds:
             cheapest.pop()
         if not cheapest:
-            return Draws()
+            return Proposals()
         follows, ready = self._follow([request.id for request in cheapest])
-        draws = self._draws(dict.fromkeys(ready, 1), follows, are_awaited=False)
-        if draws.seconds > min(seconds, self.limits.seconds - self._plain_seconds):
-            return Draws()
-        return draws if self._best(rooms, dict.fromkeys(rooms, 1.0))[0] else Draws()
+        proposals = self._proposals(dict.fromkeys(ready, 1), follows, are_awaited=False)
+        if proposals.seconds > min(seconds, self.limits.seconds - self._plain_seconds):
+            return Proposals()
+        return proposals if self._best(rooms, dict.fromkeys(rooms, 1.0))[0] else Proposals()
 
     def _rooms(self) -> dict[str, int]:
-        """Return how many guesses may be drawn, by request."""
+        """Return how many guesses may be proposed, by request."""
         # This step and the next one sample a token in any case.
         rooms = {
             request.id: min(
@@ -279,31 +279,35 @@ class DrawChoice:
                 ready.append(request.id)
         return follows, ready
 
-    def _draws(self, counts: dict[str, int], follows: dict[str, int], *, are_awaited: bool = True) -> Draws:
-        works: dict[int, DrawWork] = {}
+    def _proposals(
+        self, counts: dict[str, int], follows: dict[str, int], *, are_awaited: bool = True
+    ) -> Proposals:
+        works: dict[int, ProposalWork] = {}
         for request in self.decodes:
             count, tokens = counts.get(request.id, 0), follows.get(request.id, 0)
             if count or tokens:
-                work = works.setdefault(request.lane, DrawWork())
+                work = works.setdefault(request.lane, ProposalWork())
                 work.rounds = max(work.rounds, count)
                 work.guesses += count
                 work.tokens += tokens
         longest = self.model.longest(works.values())
         uncorrected = self.model.uncorrected(longest.rounds, longest.guesses, longest.tokens)
-        return Draws(counts, follows, self.model.of_work(longest), uncorrected, are_awaited and bool(counts))
+        return Proposals(
+            counts, follows, self.model.of_work(longest), uncorrected, are_awaited and bool(counts)
+        )
 
     def _seconds_of_one_each(self, requests: Sequence[Request]) -> float:
-        """Return the time to draw a guess for each of these requests, after the tokens before it."""
-        works: dict[int, DrawWork] = {}
+        """Return the time to propose a guess for each of these requests, after the tokens before it."""
+        works: dict[int, ProposalWork] = {}
         for request in requests:
-            work = works.setdefault(request.lane, DrawWork())
-            work.draw(1)
+            work = works.setdefault(request.lane, ProposalWork())
+            work.propose(1)
             work.tokens += _behind(request)
         return self.model.of_work(self.model.longest(works.values()))
 
 
 def _behind(request: Request) -> int:
-    """Return how many tokens the draft model has yet to compute before it can draw guesses for a request."""
+    """Return how many tokens the draft model has yet to compute before it can propose guesses for a request."""
     return max(request.dispatched - request.followed, 0)
 
 
@@ -348,9 +352,9 @@ class _Best:
         between_seconds: float,
         model: DraftSeconds | None = None,
     ) -> None:
-        """Add the best number of guesses to the batch; with a draft model, the batch draws as many again."""
-        kept, draw_seconds = 0, 0.0
-        drawn: dict[int, DrawWork] = {}  # by lane
+        """Add the best number of guesses to the batch; with a draft model, the batch proposes as many again."""
+        kept, proposal_seconds = 0, 0.0
+        proposed: dict[int, ProposalWork] = {}  # by lane
         for chance, _, request in guesses[: max(limits.tokens, 0)]:
             count = self.counts[request.id] = self.counts.get(request.id, 0) + 1
             batch.add_drafted(
@@ -359,10 +363,12 @@ class _Best:
             self.taken.append(request)
             seconds = batch.seconds()
             if model is not None:
-                work = drawn.setdefault(request.lane, DrawWork())
-                work.draw(count)
-                draw_seconds = max(draw_seconds, model.of_work(work))  # lanes draw at the same time
-                seconds += draw_seconds
+                work = proposed.setdefault(request.lane, ProposalWork())
+                work.propose(count)
+                proposal_seconds = max(
+                    proposal_seconds, model.of_work(work)
+                )  # lanes propose at the same time
+                seconds += proposal_seconds
             if seconds > limits.seconds:
                 break
             expected_tokens += chance

@@ -1,4 +1,4 @@
-"""Speculative decoding of one replica: decides what its steps verify and draw, and learns from the results.
+"""Speculative decoding of one replica: decides what its steps verify and propose, and learns from the results.
 
 The decisions are those of `medha.scheduler.speculation`. This module keeps the state that they depend on: how often guesses
 are right, how long the draft model takes, and the time between steps that wait for guesses, or run ahead.
@@ -20,8 +20,8 @@ from medha.scheduler.speculation import (
     DraftChance,
     DraftLimits,
     Drafts,
-    DrawChoice,
-    Draws,
+    ProposalChoice,
+    Proposals,
     choose_drafts,
     expected_tokens,
 )
@@ -42,7 +42,7 @@ _FIRST_SHARE = 0.03
 
 
 class Speculator:
-    """Decides what the steps of a replica verify and draw, and learns from them."""
+    """Decides what the steps of a replica verify and propose, and learns from them."""
 
     def __init__(self, config: ReplicaConfig) -> None:
         speculation = config.scheduling.speculation
@@ -56,10 +56,10 @@ class Speculator:
         self._has_one_stage = config.topology.stream == 1
         # Steps whose time is left for guesses while nobody knows how often they are right.
         self._first_steps = _FIRST_STEPS
-        self._decodes: dict[int, int] = {}  # by lane, of the last step that could draw or verify guesses
+        self._decodes: dict[int, int] = {}  # by lane, of the last step that could propose or verify guesses
         self._saved_steps = 0.0  # steps whose time the draft model may take for a probe
         self._rested = 0  # steps since the last decision
-        # Steps for which nothing is drawn, and the number of their decodes, by the lanes that move together.
+        # Steps for which nothing is proposed, and the number of their decodes, by the lanes that move together.
         self._rests: dict[tuple[int, ...], tuple[int, int]] = {}
 
     @property
@@ -76,12 +76,12 @@ class Speculator:
         prefills: int,
         most_seconds: float,
         between_seconds: float,
-    ) -> tuple[Drafts, Draws]:
+    ) -> tuple[Drafts, Proposals]:
         """Return what a step verifies, and what the draft model does after it; add both to its `batch`.
 
         Args:
             batch: the step, with its decodes and prefills.
-            alone: the same without prefills. Guesses delay the prefills, too, so drawing them must pay for the decodes alone.
+            alone: the same without prefills. Guesses delay the prefills, too, so proposing them must pay for the decodes alone.
             decodes: its decodes.
             prefills: the number of its prefills.
             most_seconds: longest predicted time of the step.
@@ -89,7 +89,7 @@ class Speculator:
         """
         has_drafts = any(request.draft and not request.runs_ahead for request in decodes)
         if not decodes or not (has_drafts or self._model is not None):
-            return {}, Draws()
+            return {}, Proposals()
         for lane in batch.lanes:
             self._decodes[lane] = len(decodes)
         # A prompt that ends is sampled, too.
@@ -97,77 +97,79 @@ class Speculator:
         limits = DraftLimits(self._tokens_each, most, most_seconds)
         between = self._between(between_seconds)
         left_seconds = most_seconds - (batch.seconds() - alone.seconds())
-        draws = self._draw(alone, decodes, replace(limits, seconds=left_seconds), between)
-        batch.draw_seconds = draws.seconds
+        proposals = self._propose(alone, decodes, replace(limits, seconds=left_seconds), between)
+        batch.proposal_seconds = proposals.seconds
         drafts: Drafts = {}
         if has_drafts:
             drafts = choose_drafts(
                 batch, decodes, limits, self._chances(decodes), between_seconds=between.waiting_seconds
             ).drafts
-        return drafts, draws
+        return drafts, proposals
 
-    def _draw(self, batch: Batch, decodes: Sequence[Request], limits: DraftLimits, between: Between) -> Draws:
+    def _propose(
+        self, batch: Batch, decodes: Sequence[Request], limits: DraftLimits, between: Between
+    ) -> Proposals:
         """Return the draft model's work after a step: what pays, or a probe to learn whether it would."""
         if self._model is None:
-            return Draws()
+            return Proposals()
         lanes = tuple(batch.lanes)
         rests, rests_with = self._rests.get(lanes, (0, 0))
         if rests and len(decodes) == rests_with:
             self._rests[lanes] = rests - 1, rests_with
             self._rested += 1
-            return Draws()
+            return Proposals()
         if self._has_head:
             for request in decodes:  # a head computes what steps compute
                 request.followed = request.dispatched
         chances, plain_seconds = self._chances(decodes), max(batch.seconds(), 1e-9)
-        choice = DrawChoice(batch, decodes, limits, chances, self._model, between, self._most_tokens)
-        draws = choice.choose()
+        choice = ProposalChoice(batch, decodes, limits, chances, self._model, between, self._most_tokens)
+        proposals = choice.choose()
         if not self._is_proven:
-            draws = self._within_first_time(draws, plain_seconds, between, decodes)
-        if not draws:
-            draws = self._probe(choice, plain_seconds)
-            self._rests[lanes] = 0 if draws else REST_STEPS, len(decodes)
+            proposals = self._within_first_time(proposals, plain_seconds, between, decodes)
+        if not proposals:
+            proposals = self._probe(choice, plain_seconds)
+            self._rests[lanes] = 0 if proposals else REST_STEPS, len(decodes)
         self._rested = 0
         for request in decodes:
-            if request.id not in draws.counts:
+            if request.id not in proposals.counts:
                 request.draft_tokens *= FORGETTING
-        return draws
+        return proposals
 
     @property
     def _is_proven(self) -> bool:
         return self._chance.judged >= _PROVEN_GUESSES
 
     def _within_first_time(
-        self, draws: Draws, plain_seconds: float, between: Between, decodes: Sequence[Request]
-    ) -> Draws:
-        """Return the draws if they fit into the time for guesses before their chance is known, else none.
+        self, proposals: Proposals, plain_seconds: float, between: Between, decodes: Sequence[Request]
+    ) -> Proposals:
+        """Return the proposals if they fit into the time for guesses before their chance is known, else none.
 
         If the draft model must first compute earlier tokens, it may also use `_FIRST_SHARE` of the steps that the sequence with
         most output to come is expected to take.
         """
         added = (1 + self._rested) * _FIRST_SHARE
         self._first_steps = min(self._first_steps + added, _MOST_PROBE_STEPS)
-        later = max((expected_tokens(one) for one in decodes if one.id in draws.follows), default=0)
-        seconds = draws.seconds
-        if draws.are_awaited:
+        later = max((expected_tokens(one) for one in decodes if one.id in proposals.follows), default=0)
+        seconds = proposals.seconds
+        if proposals.are_awaited:
             seconds += between.waiting_seconds - between.ahead_seconds
         if seconds > (self._first_steps + _FIRST_SHARE * later) * plain_seconds:
-            return Draws()
+            return Proposals()
         self._first_steps -= seconds / plain_seconds
-        return draws
+        return proposals
 
-    def _probe(self, choice: DrawChoice, plain_seconds: float) -> Draws:
-        """Let the draft model draw a single guess if there is time for it; `plain_seconds` is that of a step without."""
+    def _probe(self, choice: ProposalChoice, plain_seconds: float) -> Proposals:
+        """Let the draft model propose a single guess if there is time for it; `plain_seconds` is that of a step without."""
         if not self._is_proven:
-            draws = choice.probe(self._first_steps * plain_seconds, most=_PROVEN_GUESSES, is_whole=True)
-            self._first_steps -= draws.seconds / plain_seconds
-            if draws:
-                return draws
+            proposals = choice.probe(self._first_steps * plain_seconds, most=_PROVEN_GUESSES, is_whole=True)
+            self._first_steps -= proposals.seconds / plain_seconds
+            if proposals:
+                return proposals
         saved = self._saved_steps + (1 + self._rested) * PROBE_SHARE
         self._saved_steps = min(saved, _MOST_PROBE_STEPS)
-        draws = choice.probe(self._saved_steps * plain_seconds)
-        self._saved_steps -= draws.seconds / plain_seconds
-        return draws
+        proposals = choice.probe(self._saved_steps * plain_seconds)
+        self._saved_steps -= proposals.seconds / plain_seconds
+        return proposals
 
     def prefers_drafts(
         self, batch: Batch, decodes: Sequence[Request], most_seconds: float, between_seconds: float
@@ -210,7 +212,7 @@ class Speculator:
             # A right guess saves one sequence a step, which is this part of a step of all of them.
             self._first_steps += (len(tokens) - 1) / self._decodes.get(request.lane, 1)
 
-    def take(self, done: Done, draws: Draws, requests: Mapping[str, Request]) -> float:
+    def take(self, done: Done, proposals: Proposals, requests: Mapping[str, Request]) -> float:
         """Process a draft model's reports on a step; return the seconds that the step took without it.
 
         `requests` are those of the step that have not ended.
@@ -221,15 +223,15 @@ class Speculator:
         for name, tokens in done.followed:
             if name in requests:
                 requests[name].followed = tokens
-        if not draws:
+        if not proposals:
             return done.compute_seconds
-        drawn = {name for name, _ in done.drafts}
-        for name in draws.counts:
-            if name in requests and name not in drawn:
+        proposed = {name for name, _ in done.drafts}
+        for name in proposals.counts:
+            if name in requests and name not in proposed:
                 self._chance.missed(requests[name])
-        seconds = done.draft_seconds or min(draws.seconds, done.compute_seconds)
+        seconds = done.draft_seconds or min(proposals.seconds, done.compute_seconds)
         if self._model is not None:
-            self._model.observe(draws.uncorrected, seconds)
+            self._model.observe(proposals.uncorrected, seconds)
         return done.compute_seconds - seconds
 
     def passed(self, between_seconds: float, compute_seconds: float, *, ran_ahead: bool) -> None:

@@ -58,7 +58,7 @@ class HostTierStatus(_Model):
     """Requests that fetched KV."""
     fetched: int
     """Blocks copied to the device."""
-    demoted: int
+    offloaded: int
     """Evicted blocks that were copied from the device."""
     swapped: int = 0
     """Blocks that are kept for requests that have stepped aside."""
@@ -121,8 +121,8 @@ class StoreStatus(_Model):
 
 
 class PeersStatus(_Model):
-    """What this replica reads from other replicas of its model, and gives them (docs/kv-tiers.md); counts are of this epoch,
-    and of all lanes."""
+    """Reads of KV from other replicas of the model, and by them (docs/kv-tiers.md); counts are of this epoch, and of all
+    lanes."""
 
     hits: int
     """Prompts for which requests waited for KV of another replica."""
@@ -348,7 +348,7 @@ def _host_tier(core: ReplicaController, lane: int) -> HostTierStatus | None:
         held=tier.ledger.held_blocks,
         hits=tier.counts.hits,
         fetched=tier.counts.fetched_blocks,
-        demoted=tier.counts.demoted_blocks,
+        offloaded=tier.counts.offloaded_blocks,
         swapped=tier.swapped_blocks,
         swapped_out=tier.counts.swapped_out_blocks,
         swapped_in=tier.counts.swapped_in_blocks,

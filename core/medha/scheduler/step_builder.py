@@ -23,7 +23,7 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import NOWHERE, Request
 from medha.scheduler.request_table import NEAR_REVISED_DEADLINE, RequestTable
 from medha.scheduler.sharing import Sharing
-from medha.scheduler.speculation import Drafts, Draws
+from medha.scheduler.speculation import Drafts, Proposals
 from medha.scheduler.speculator import Speculator
 from medha.wire.messages import Admit, Extent, Grow, KvFetch, StepEntry
 
@@ -56,7 +56,7 @@ class BuiltStep:
     decodes: list[Request]
     prefills: list[tuple[Request, int]]  # with the tokens of its chunk
     drafts: Drafts  # guesses that the decodes verify
-    draws: Draws  # guesses that are drawn after them
+    proposals: Proposals  # guesses that are proposed after them
     fetches: tuple[KvFetch, ...] = ()
 
 
@@ -180,12 +180,12 @@ class StepBuilder:
             return placed
 
         drafts: Drafts = {}
-        draws = Draws()
+        proposals = Proposals()
 
         def draft(space: Space) -> None:
-            nonlocal drafts, draws
+            nonlocal drafts, proposals
             if not self.speculator.is_off:
-                drafts, draws = self._guess(space, lanes, now)
+                drafts, proposals = self._guess(space, lanes, now)
 
         batch, targets = self._batch_of_decodes(lanes), self._tpot_targets(lanes)
         if self._tier_seconds is not None:
@@ -198,7 +198,7 @@ class StepBuilder:
             turn.fetch(self._fetching_seconds(batch, targets))
         decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._table[id_], count) for id_, count in packed.chunks.items()]
-        entries = self._decode_entries(decodes, drafts, draws)
+        entries = self._decode_entries(decodes, drafts, proposals)
         alone_seconds, continues = self._dispatch(prefills, entries) if prefills else (0.0, False)
         if entries:
             self._pace.launched(
@@ -212,7 +212,7 @@ class StepBuilder:
         else:
             self.rested(lanes)
         self._lanes.couple()
-        return BuiltStep(packed, entries, decodes, prefills, drafts, draws, tuple(turn.taken))
+        return BuiltStep(packed, entries, decodes, prefills, drafts, proposals, tuple(turn.taken))
 
     def write_through(self, lanes: tuple[int, ...]) -> None:
         """Let a step of `lanes` copy blocks that are offered to the store to host tiers, within a part of its time.
@@ -223,7 +223,7 @@ class StepBuilder:
         if self._tier_seconds is None or not pools.has_offers:
             return
         step_seconds = self._fetching_seconds(self._batch_of_decodes(lanes), self._tpot_targets(lanes))
-        block_seconds = self._tier_seconds.demote_seconds(1)
+        block_seconds = self._tier_seconds.offload_seconds(1)
         blocks = int(FETCH_SHARE * step_seconds / block_seconds) if block_seconds > 0 else pools.blocks
         pools.write_through(blocks)
 
@@ -234,8 +234,8 @@ class StepBuilder:
             return longest / self._stages
         return batch.seconds() or min(targets.tpot_seconds, longest) / self._stages
 
-    def _guess(self, space: Space, lanes: tuple[int, ...], now: float) -> tuple[Drafts, Draws]:
-        """Let the decodes of a step verify drafted tokens; return these, and the guesses that are drawn after them."""
+    def _guess(self, space: Space, lanes: tuple[int, ...], now: float) -> tuple[Drafts, Proposals]:
+        """Let the decodes of a step verify drafted tokens; return these, and the guesses that are proposed after them."""
         decodes = [
             request
             for lane in lanes
@@ -362,17 +362,19 @@ class StepBuilder:
         left = self._predictor.uncorrected_prefill(request.dispatched, request.submit.tokens)
         self._table.progressed(request, left)
 
-    def _decode_entries(self, decodes: Iterable[Request], drafts: Drafts, draws: Draws) -> list[StepEntry]:
+    def _decode_entries(
+        self, decodes: Iterable[Request], drafts: Drafts, proposals: Proposals
+    ) -> list[StepEntry]:
         """Return the entries of a step's decodes, and count these as dispatched, but not the tokens that they verify."""
         entries: list[StepEntry] = []
         one_token_at = self._one_token_at
         for request in decodes:
             name = request.id
-            if request.is_spread or name in drafts or name in draws.counts or name in draws.follows:
-                drawn, followed = draws.counts.get(name, 0), draws.follows.get(name, 0)
-                entries.append(_entry(request, 1, drafts.get(name, ()), drawn, followed))
+            if request.is_spread or name in drafts or name in proposals.counts or name in proposals.follows:
+                proposed, followed = proposals.counts.get(name, 0), proposals.follows.get(name, 0)
+                entries.append(_entry(request, 1, drafts.get(name, ()), proposed, followed))
                 request.dispatch(1)
-                request.followed = request.dispatched if drawn else request.followed + followed
+                request.followed = request.dispatched if proposed else request.followed + followed
             else:  # the same, in a fraction of the time: benchmarks/scheduler.py, 256 decodes
                 position = request.dispatched
                 extents = one_token_at.get(position) or self._cached_extents(position)
@@ -546,14 +548,14 @@ def _limits(config: ReplicaConfig) -> Limits:
 
 
 def _entry(
-    request: Request, count: int, drafts: tuple[int, ...] = (), draws: int = 0, follows: int = 0
+    request: Request, count: int, drafts: tuple[int, ...] = (), proposes: int = 0, follows: int = 0
 ) -> StepEntry:
     """Return the entry of a request's next `count` positions, which are not counted as dispatched yet, and of `drafts`."""
     extents = (Extent(request.dispatched, count + len(drafts)),)
     samples = request.dispatched + count == request.length
     if len(request.lanes) == 1:
         return StepEntry(
-            request.id, request.lane, extents, samples, drafts=drafts, draws=draws, follows=follows
+            request.id, request.lane, extents, samples, drafts=drafts, proposes=proposes, follows=follows
         )
     assert request.shard_map is not None
     return StepEntry(request.id, request.lane, extents, samples, "owner", request.shard_map.version, drafts)

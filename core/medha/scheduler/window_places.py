@@ -1,8 +1,8 @@
 """Counts the windows of running sequences, if layers free KV before them and their pool is too small for `maxRunning`.
 
-A request may begin only if the pool has a whole window left, however short the request is. So all need the same, and
-short ones do not pass a long one. Once a request runs, it counts only for the blocks that it can ever need.
-All lanes have equal pools, and a sequence counts on each of them, wherever its KV lies.
+A request may begin only if the pool has a whole window left, however short the request is. So every request needs the same room
+to begin, and short ones do not overtake a long one. A running request counts only the blocks that it can ever need. All lanes
+have equal pools, and a sequence counts on each of them, wherever its KV lies.
 """
 
 from __future__ import annotations

@@ -420,7 +420,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """A chain of `count` cached blocks in a lane's pool, each published after the one before, ending with `last`."""
+    """A chain of `count` cached blocks in a lane's pool, each inserted after the one before, ending with `last`."""
 
     last: int
     count: int
@@ -436,7 +436,7 @@ class HostDrop:
 
 
 @dataclass(frozen=True, slots=True)
-class Demotion:
+class Offload:
     """Evicted blocks are copied to the host tier: the last `count` of the cached prefix that ends with `last`.
 
     They become the tier's next extent (`medha.kv.host_tier`).
@@ -544,7 +544,7 @@ class Eviction:
 
     These are all blocks last used before `used_before`, counted in releases on the lane, plus the `count`
     blocks that end with `last`, of the branch that was last used at `used_before`. If the lane has a host tier, it
-    carries out first `drops`, then `demotions`; each copy reads its blocks before anything writes them.
+    carries out first `drops`, then `offloads`; each copy reads its blocks before anything writes them.
     """
 
     used_before: int
@@ -552,12 +552,12 @@ class Eviction:
     count: int
     lane: int = 0
     drops: tuple[HostDrop, ...] = ()
-    demotions: tuple[Demotion, ...] = ()
+    offloads: tuple[Offload, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Publish:
-    """Blocks `start .. start + count` of a sequence's table on `lane` are remembered as a cached prefix.
+class Insert:
+    """Blocks `start .. start + count` of a sequence's table on `lane` are inserted into the prefix cache.
 
     Their KV is computed. They follow the cached block `after`, which may be another sequence's block of the
     same tokens (-1: they begin a prompt). If `count` is 0, the sequence uses from now on the chain of `start`
@@ -643,7 +643,7 @@ class StepEntry:
     for each guess, up to the first guess that differs from its token. If all guesses are right, it samples one token more.
 
     The rank that samples has the draft model. That first catches up: of the tokens before the entry's positions, it computes
-    up to `follows` that it has not computed yet, in order. Once none is left, it draws up to `draws` guesses at the tokens
+    up to `follows` that it has not computed yet, in order. Once none is left, it proposes up to `proposes` guesses at the tokens
     after those that are sampled, and the rank reports them in `Done.drafts`.
     """
 
@@ -654,7 +654,7 @@ class StepEntry:
     strategy: str = "local"
     shard_map_version: int = 0
     drafts: tuple[int, ...] = ()
-    draws: int = 0
+    proposes: int = 0
     follows: int = 0
 
     @property
@@ -664,7 +664,7 @@ class StepEntry:
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Step:
-    """A batch. Ranks apply, in this order: publishes, releases, forgets, loads, serves, grows, admits, fetches,
+    """A batch. Ranks apply, in this order: inserts, releases, forgets, loads, serves, grows, admits, fetches,
     deletes, writes, stores; then they run the entries.
 
     The controller applies the same operations to its own ledgers in the same order, so that the ledgers
@@ -682,7 +682,7 @@ class Step:
     predicted_seconds: float = 0.0
     state_hash: int | None = None  # hash of ledger and shard maps after all of these; None: unchecked
     lanes: tuple[int, ...] = (0,)  # lanes that run the entries in lock step, because they share requests
-    publishes: tuple[Publish, ...] = ()  # computed blocks that are remembered from here on
+    inserts: tuple[Insert, ...] = ()  # computed blocks that are remembered from here on
     state_hashes: tuple[int, ...] = ()  # instead of `state_hash` if there are several lanes
     loads: tuple[HostLoad, ...] = ()  # reading and writing of files takes place beside steps
     deletes: tuple[DiskDelete, ...] = ()
@@ -802,9 +802,9 @@ class RankHello:
 
 @dataclass(frozen=True, slots=True)
 class DraftCosts:
-    """Measured times of a draft model's work, in seconds. It draws guesses in rounds, one of each sequence in a round."""
+    """Measured times of a draft model's work, in seconds. It proposes guesses in rounds, one of each sequence in a round."""
 
-    round_seconds: float  # of a round, however few guesses it draws
+    round_seconds: float  # of a round, however few guesses it proposes
     row_seconds: float  # that each guess adds to its round
     token_seconds: float = 0.0  # of each token of a sequence that it computes before
 
@@ -816,7 +816,7 @@ class HostTierFigures:
     blocks: int
     block_bytes: int  # of one block, of all of this rank's layers
     fetch_seconds_per_block: float
-    demote_seconds_per_block: float
+    offload_seconds_per_block: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -885,7 +885,7 @@ class RankReady:
     kv_element_bytes: int = 0
     """Bytes of one number of a key or value in memory; 0: as `element_bytes` (earlier release)."""
     kv_scales: str = ""  # digest of the scales of K and V; empty: they have none
-    draft_costs: DraftCosts | None = None  # of the rank that draws guesses; None: it has no draft model
+    draft_costs: DraftCosts | None = None  # of the rank that proposes guesses; None: it has no draft model
     window_blocks: int = 0
     """Blocks of the pool of layers that free KV before their window; 0: all layers keep the whole context."""
     widest_window_tokens: int = 0  # of these layers
@@ -972,7 +972,7 @@ class DiskReport:
     written: tuple[str, ...] = ()  # files
     not_written: tuple[str, ...] = ()
     no_space: tuple[str, ...] = ()
-    """Those of `not_written` for which the rank's disk had no space."""
+    """Files of `not_written` for which the rank's disk had no space."""
     loaded: tuple[tuple[int, float], ...] = ()  # (extent, seconds that reading took)
     not_loaded: tuple[int, ...] = ()  # extents
     damaged: tuple[str, ...] = ()

@@ -30,7 +30,7 @@ SOCKET_NAME = "notify"
 SILENT_SECONDS = 5.0
 """Longest silence of a part that works; it beats twice a second, from a thread that does nothing else."""
 STOPPED_SECONDS = 2.0
-"""The same for a part that the kernel reports as stopped: no slow machine looks so, and it stays stopped."""
+"""The same for a part that the kernel reports as stopped: no slow machine is reported so, and it stays stopped."""
 IMPORT_SECONDS = 60.0
 """The same for a part that has sent no heartbeat yet: its imports take seconds, on a busy machine many seconds."""
 IMPORT_FACTOR = 2.0

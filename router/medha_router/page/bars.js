@@ -1,4 +1,4 @@
-// Bars of requests as the router sends them or a log holds them, and what can be said of them at one time. No DOM here.
+// Bars of requests as the router sends them or a record holds them, and what can be said of them at one time. No DOM here.
 
 export const LONG_PROMPT_TOKENS = 8192;
 export const SHORT_PROMPT_TOKENS = 1024;

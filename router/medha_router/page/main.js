@@ -1,8 +1,8 @@
-// The page: where data come from (the router, or a log), which time is shown, and what the keys do.
+// The page: where data come from (the router, or a record), which time is shown, and what the keys do.
 
 import { Bars, Rows, endedAt, figuresAt, passing, quantile } from "./bars.js";
 import { barAt, boxOf, draw, layout, shortRowHeight } from "./draw.js";
-import { NotALog, readLog, replicasAt } from "./recording.js";
+import { NotARecord, readRecord, replicasAt } from "./recording.js";
 import { NONE, cellsOf, count, percent, plural, seconds, sentenceOf, share } from "./words.js";
 
 const BEHIND_SECONDS = 0.6; // what is shown lags behind the router by an update, so that it moves evenly
@@ -151,10 +151,10 @@ function replay(recording) {
 async function openFile(file) {
   if (!file) return;
   try {
-    if (file.size > MOST_FILE_BYTES) throw new NotALog(`${file.name} has ${count(Math.round(file.size / 1e6))} MB; this page reads at most 400 MB. Record a shorter time.`);
-    replay(readLog(await file.text(), file.name));
+    if (file.size > MOST_FILE_BYTES) throw new NotARecord(`${file.name} has ${count(Math.round(file.size / 1e6))} MB; this page reads at most 400 MB. Record a shorter time.`);
+    replay(readRecord(await file.text(), file.name));
   } catch (error) {
-    notice(error instanceof NotALog ? error.message : `${file.name} cannot be read: ${error.message}`);
+    notice(error instanceof NotARecord ? error.message : `${file.name} cannot be read: ${error.message}`);
   }
 }
 

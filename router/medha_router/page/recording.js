@@ -1,19 +1,19 @@
-// Reads a log of `medha up --record`: one JSON object a line, some of which hold bars that changed, or a replica's load.
+// Reads a record of `medha up --record`: one JSON object a line, some of which hold bars that changed, or a replica's load.
 
 import { Bars } from "./bars.js";
 
-export class NotALog extends Error {}
+export class NotARecord extends Error {}
 
 const RECORD = "Record it with: medha up MANIFEST --record FILE";
 
-// The bars and loads of a log. Throws NotALog with a text for users.
-export function readLog(text, name) {
+// The bars and loads of a record. Throws NotARecord with a text for users.
+export function readRecord(text, name) {
   const lines = text.split("\n");
   if (text.startsWith("[")) {
-    throw new NotALog(`${name} is a trace, which ui.perfetto.dev opens. This page replays logs of events. ${RECORD}`);
+    throw new NotARecord(`${name} is a trace, which ui.perfetto.dev opens. This page replays records. ${RECORD}`);
   }
   const header = parsed(lines[0]);
-  if (!header?.spec) throw new NotALog(`${name} is no log of events: its first line holds no spec. ${RECORD}`);
+  if (!header?.spec) throw new NotARecord(`${name} is no record: its first line holds no spec. ${RECORD}`);
   const bars = new Bars(Infinity);
   const loads = [];
   let events = 0;
@@ -23,9 +23,9 @@ export function readLog(text, name) {
     const line = parsed(lines[number]);
     if (line === null) {
       if (number >= lines.length - 1) break; // it was cut off when its writer was killed
-      throw new NotALog(`${name}: line ${number + 1} is not JSON. ${RECORD}`);
+      throw new NotARecord(`${name}: line ${number + 1} is not JSON. ${RECORD}`);
     }
-    if (typeof line.now !== "number") throw new NotALog(`${name}: line ${number + 1} has no time. ${RECORD}`);
+    if (typeof line.now !== "number") throw new NotARecord(`${name}: line ${number + 1} has no time. ${RECORD}`);
     events += 1;
     now = line.now - (header.origin ?? 0);
     for (const change of line.bars ?? []) bars.apply(change);
@@ -33,7 +33,7 @@ export function readLog(text, name) {
   }
   if (!bars.list.length) {
     const why = events ? "it holds no requests, or an earlier release wrote it" : "it holds no events";
-    throw new NotALog(`${name} cannot be replayed: ${why}. ${RECORD}`);
+    throw new NotARecord(`${name} cannot be replayed: ${why}. ${RECORD}`);
   }
   const origin = Math.min(...bars.list.map((bar) => bar.arrived));
   return { name, bars, loads, began: origin, ended: Math.max(now, ...bars.list.map((bar) => bar.ended ?? 0)), model: header.spec.model?.name ?? "" };

@@ -122,7 +122,7 @@ class Replica:
         entries = self.entries()
         step = Step(
             step_id=0, epoch=0, entries=tuple(entries), admits=tuple(self.admits),
-            publishes=self.pools.take_publishes(), releases=self.pools.take_releases(),
+            inserts=self.pools.take_inserts(), releases=self.pools.take_releases(),
             state_hashes=self.pools.state_hashes(),
         )  # fmt: skip
         self.admits = []
@@ -265,7 +265,7 @@ class Replica:
         for lane, rank in enumerate(self.ranks):
             windows = self.windows(lane)
             rank.note_windows()
-            rank.publish(step.publishes)
+            rank.insert(step.inserts)
             for name in step.releases:
                 rank.release(name)
             rank.begin_step()

@@ -546,9 +546,9 @@ def test_what_is_worth_most_is_written_first_and_a_prefix_before_what_continues_
     host = HostTier(400, 16, Fixed())
     host.unwritten = UnwrittenBlocks()
     text, other = chain(1, 300), chain(2, 30)
-    host.demote([Branch(text, 200, 100, [(200, 100)])])
-    host.demote([Branch(text, 0, 200, [(0, 200)])])
-    host.demote([Branch(other, 0, 30, [(500, 30)])])
+    host.offload([Branch(text, 200, 100, [(200, 100)])])
+    host.offload([Branch(text, 0, 200, [(0, 200)])])
+    host.offload([Branch(other, 0, 30, [(500, 30)])])
     host.check()
     assert host.unwritten.blocks == 330
     taken = []
@@ -568,7 +568,7 @@ def test_what_the_host_tier_drops_does_not_wait_any_longer_and_costs_no_memory()
     host = HostTier(40, 16, Fixed())
     host.unwritten = UnwrittenBlocks()
     for name in range(200):
-        host.demote([Branch(chain(name, 20), 0, 20, [(0, 20)])])
+        host.offload([Branch(chain(name, 20), 0, 20, [(0, 20)])])
         host.check()
         assert host.unwritten.blocks <= 40
         assert len(host.unwritten._turns) <= 100
@@ -576,7 +576,7 @@ def test_what_the_host_tier_drops_does_not_wait_any_longer_and_costs_no_memory()
     assert lost_blocks == 200 * 20 - host.unwritten.blocks > 3000
     assert host.take_unwritten(15) is not None
     waiting = host.unwritten.blocks
-    host.demote([Branch(chain(900, 40), 0, 40, [(0, 40)])])
+    host.offload([Branch(chain(900, 40), 0, 40, [(0, 40)])])
     assert host.unwritten.lost_blocks - lost_blocks == waiting + 40 - host.unwritten.blocks > 0
 
 
@@ -589,8 +589,8 @@ def test_what_the_host_tier_has_no_place_for_is_lost_unless_a_file_has_it() -> N
     )
     kept = chain(1, 20)
     host.begin_swap(kept)
-    host.demote([Branch(kept, 0, 20, [(0, 20)])])
-    assert host.demote([Branch(text, 0, 20, [(100, 20)])]) == ((), ())
+    host.offload([Branch(kept, 0, 20, [(0, 20)])])
+    assert host.offload([Branch(text, 0, 20, [(100, 20)])]) == ((), ())
     assert host.unwritten.lost_blocks == 15
 
 
@@ -598,7 +598,7 @@ def test_blocks_wait_again_if_they_are_still_there() -> None:
     host = HostTier(40, 16, Fixed())
     host.unwritten = UnwrittenBlocks()
     hashes = chain(1, 20)
-    host.demote([Branch(hashes, 0, 10, [(0, 10)])])
+    host.offload([Branch(hashes, 0, 10, [(0, 10)])])
     whole, end = (
         Kept(0, hash_range(hashes, 0, 10), "", 0),
         Kept(0, hash_range(hashes, 4, 10), hash_range(hashes, 3, 4), 4, 4),
@@ -608,7 +608,7 @@ def test_blocks_wait_again_if_they_are_still_there() -> None:
     assert host.take_unwritten(64) == end
     assert host.take_unwritten(64) is None
     host.begin_swap(chain(2, 36))
-    drops, _ = host.demote([Branch(chain(2, 36), 0, 36, [(100, 36)])])
+    drops, _ = host.offload([Branch(chain(2, 36), 0, 36, [(100, 36)])])
     assert drops == (HostDrop(0, 4),)
     assert host.wait_again(Kept(0, hash_range(hashes, 2, 10), hash_range(hashes, 1, 2), 2, 2)) == 6
     assert host.take_unwritten(64) == Kept(0, hash_range(hashes, 2, 4), hash_range(hashes, 1, 2), 2, 2)
@@ -619,7 +619,7 @@ def test_blocks_wait_again_where_they_have_come_back_but_not_while_they_are_read
     host = HostTier(40, 16, Fixed())
     host.unwritten = UnwrittenBlocks()
     hashes = chain(1, 20)
-    host.demote([Branch(hashes, 0, 10, [(0, 10)])])
+    host.offload([Branch(hashes, 0, 10, [(0, 10)])])
     gone = host.take_unwritten(64)
     assert gone == Kept(0, hash_range(hashes, 0, 10), "", 0)
     made = host.begin_load(chain(2, 40), 0, 40, "disk", due=0.0)
@@ -627,7 +627,7 @@ def test_blocks_wait_again_where_they_have_come_back_but_not_while_they_are_read
     assert made[2] == (HostDrop(0),)
     assert host.wait_again(gone) == 10
     assert host.end_load(made[0], is_there=False) == HostDrop(1)
-    host.demote([Branch(hashes, 0, 6, [(0, 6)])])
+    host.offload([Branch(hashes, 0, 6, [(0, 6)])])
     assert host.take_unwritten(64) == Kept(2, hash_range(hashes, 0, 6), "", 0)
     made = host.begin_load(hashes, 6, 4, "disk", due=0.0)
     assert host.wait_again(gone) == 4, "these are being read"
@@ -722,7 +722,7 @@ def test_an_idle_replica_goes_on_to_write_as_files_are_finished_until_nothing_wa
     assert (replica.waiting_blocks, disk.writing_blocks) == (0, 0)
     assert sum(one.count for one in disk.match(HASHER.hashes(ids(0, 101)), 0, 25)) == 25
     counts = replica.core.pools.disk_counts
-    assert counts.written_blocks == replica.core.pools.tier_counts.demoted_blocks
+    assert counts.written_blocks == replica.core.pools.tier_counts.offloaded_blocks
     assert counts.skipped_blocks == counts.failed_writes == 0
 
 

@@ -153,10 +153,10 @@ class DiskMachine(RuleBasedStateMachine):
         stop = min(start + blocks, TEXT_BLOCKS)
         pool = 1000 * text + start
         branch = Branch(hash_range(TEXT[text], 0, stop), start, stop - start, [(pool, stop - start)])
-        drops, demotions = self.host.demote([branch])
+        drops, offloads = self.host.offload([branch])
         for rank in self.ranks:
             rank.drop(drops)
-            for one in demotions:
+            for one in offloads:
                 _, slots = rank.ledger.store(one.count)
                 last = one.last - 1000 * text
                 rank.fill(slots, hash_range(TEXT[text], last + 1 - one.count, last + 1))

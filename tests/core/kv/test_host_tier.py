@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from medha.cost.predictor import Predictor
-from medha.cost.tier_seconds import TierSeconds, demote_seconds, fetch_seconds
+from medha.cost.tier_seconds import TierSeconds, fetch_seconds, offload_seconds
 from medha.errors import LedgerMismatch
 from medha.kv.blocks import BlockLedger
 from medha.kv.host_tier import HostLedger, HostTier, KvTier, TierCopy, tier_copies
@@ -19,7 +19,6 @@ from medha.kv.prefix_cache import Branch, PrefixHasher, hash_range
 from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.wire.messages import (
     Admit,
-    Demotion,
     Eviction,
     Fetch,
     Grow,
@@ -27,6 +26,7 @@ from medha.wire.messages import (
     HostLoad,
     HostTierFigures,
     KvFetch,
+    Offload,
     Sampling,
     Step,
     StepProfile,
@@ -62,11 +62,11 @@ def held(tier: HostTier, seed: int, blocks: int, start: int = 0) -> int:
     return sum(one.count for one in tier.match(hashes(seed, blocks), start, blocks))
 
 
-def test_a_text_that_was_demoted_from_its_end_is_found_from_its_beginning() -> None:
+def test_a_text_that_was_offloaded_from_its_end_is_found_from_its_beginning() -> None:
     tier = HostTier(20, SIZE, Prices())
-    drops, demotions = tier.demote([branch(1, 6, 10, first_block=30), branch(1, 0, 6, first_block=8)])
+    drops, offloads = tier.offload([branch(1, 6, 10, first_block=30), branch(1, 0, 6, first_block=8)])
     assert drops == ()
-    assert sorted(demotions, key=lambda one: one.last) == [Demotion(13, 6), Demotion(33, 4)]
+    assert sorted(offloads, key=lambda one: one.last) == [Offload(13, 6), Offload(33, 4)]
     assert held(tier, 1, 10) == 10
     assert held(tier, 1, 10, start=3) == 7
     assert held(tier, 2, 10) == 0
@@ -76,9 +76,9 @@ def test_a_text_that_was_demoted_from_its_end_is_found_from_its_beginning() -> N
 
 def test_what_the_tier_holds_already_is_not_copied_again() -> None:
     tier = HostTier(20, SIZE, Prices())
-    tier.demote([branch(1, 0, 6)])
-    assert tier.demote([branch(1, 2, 9, first_block=50)]) == ((), (Demotion(56, 3),))
-    assert tier.demote([branch(1, 2, 9, first_block=50)]) == ((), ())
+    tier.offload([branch(1, 0, 6)])
+    assert tier.offload([branch(1, 2, 9, first_block=50)]) == ((), (Offload(56, 3),))
+    assert tier.offload([branch(1, 2, 9, first_block=50)]) == ((), ())
     tier.check()
 
 
@@ -87,19 +87,19 @@ def test_a_block_that_a_lane_has_cached_twice_is_copied_once() -> None:
     tier = HostTier(20, SIZE, Prices())
     text = hashes(1, 4)
     alone = Branch(hash_range(text, 3, 4), 0, 1, [(9, 1)])
-    assert tier.demote([alone, branch(1, 0, 4, first_block=20)]) == ((), (Demotion(22, 3), Demotion(9, 1)))
+    assert tier.offload([alone, branch(1, 0, 4, first_block=20)]) == ((), (Offload(22, 3), Offload(9, 1)))
     tier.check()
 
 
 def test_blocks_that_two_branches_have_are_taken_once() -> None:
     """A lane's cache has the same blocks behind two beginnings if maps cut a prompt at several places."""
     tier = HostTier(20, SIZE, Prices())
-    _, demotions = tier.demote([branch(1, 2, 10, first_block=0), branch(1, 4, 12, first_block=50)])
-    assert sorted(demotions, key=lambda one: one.last) == [Demotion(7, 8), Demotion(57, 2)]
+    _, offloads = tier.offload([branch(1, 2, 10, first_block=0), branch(1, 4, 12, first_block=50)])
+    assert sorted(offloads, key=lambda one: one.last) == [Offload(7, 8), Offload(57, 2)]
     assert held(tier, 1, 12, start=2) == 10
     tier.check()
     for seed in range(3, 9):
-        tier.demote([branch(seed, 5000, 5012)])
+        tier.offload([branch(seed, 5000, 5012)])
         tier.check()
     assert tier.counts.dropped_blocks > 10
 
@@ -132,7 +132,7 @@ def test_a_long_prompt_is_fetched_on_whichever_lanes_have_it() -> None:
         assert placed is not None
         pools.computed(name, blocks * SIZE)
         pools.release(name)
-        pools.take_publishes()
+        pools.take_inserts()
         pools.take_releases()
         return placed
 
@@ -151,9 +151,9 @@ def test_a_long_prompt_is_fetched_on_whichever_lanes_have_it() -> None:
 
 def test_a_full_tier_gives_way_to_what_costs_more_and_keeps_the_beginnings() -> None:
     tier = HostTier(10, SIZE, Prices())
-    tier.demote([branch(1, 4, 8), branch(1, 0, 4)])
-    drops, demotions = tier.demote([branch(2, 5000, 5005)])
-    assert [one.count for one in demotions] == [5]
+    tier.offload([branch(1, 4, 8), branch(1, 0, 4)])
+    drops, offloads = tier.offload([branch(2, 5000, 5005)])
+    assert [one.count for one in offloads] == [5]
     assert drops == (HostDrop(1, 1),), (
         "the end of the text, which became the second extent, not its beginning"
     )
@@ -163,9 +163,9 @@ def test_a_full_tier_gives_way_to_what_costs_more_and_keeps_the_beginnings() -> 
 
 def test_what_is_worth_less_is_turned_away_until_the_rest_has_aged() -> None:
     tier = HostTier(8, SIZE, Prices())
-    tier.demote([branch(1, 2000, 2008)])
+    tier.offload([branch(1, 2000, 2008)])
     turned_away = 0
-    while tier.demote([branch(100 + turned_away, 0, 8)]) == ((), ()):
+    while tier.offload([branch(100 + turned_away, 0, 8)]) == ((), ()):
         turned_away += 1
         assert turned_away < 20
     assert turned_away > 0
@@ -200,18 +200,18 @@ def test_what_passes_through_to_a_lower_tier_gets_room_from_what_that_tier_has(
 ) -> None:
     tier = HostTier(16, SIZE, Prices())
     tier.below = Below(extents, wants)
-    tier.demote([branch(1, 2000, 2008)])
-    tier.demote([branch(2, 3000, 3008)])
-    found, demotions = tier.demote([branch(3, 0, 6)])
-    assert (found, sum(one.count for one in demotions)) == (drops, taken)
+    tier.offload([branch(1, 2000, 2008)])
+    tier.offload([branch(2, 3000, 3008)])
+    found, offloads = tier.offload([branch(3, 0, 6)])
+    assert (found, sum(one.count for one in offloads)) == (drops, taken)
     tier.check()
 
 
 def test_what_passes_through_takes_the_end_of_its_own_beginning_last() -> None:
     tier = HostTier(16, SIZE, Prices())
     tier.below = Below({0, 1})
-    tier.demote([branch(1, 0, 8)])
-    tier.demote([branch(2, 3000, 3008)])
+    tier.offload([branch(1, 0, 8)])
+    tier.offload([branch(2, 3000, 3008)])
     assert tier.take_in(hashes(1, 11), 8, 3, is_awaited=False) == (2, 3, (HostDrop(1, 5),))
     assert tier.take_in(hashes(1, 20), 11, 9, is_awaited=False) == (3, 5, (HostDrop(1, 0),))
     tier.below = Below({3})
@@ -236,10 +236,10 @@ def test_a_slow_disk_does_not_empty_the_tier() -> None:
     """Once more than a quarter of the tier waits for the disk, what passes through takes the room of what waits."""
     tier = HostTier(16, SIZE, Prices())
     tier.below, tier.unwritten = Below({0}), UnwrittenBlocks()
-    tier.demote([branch(1, 2000, 2016)])
+    tier.offload([branch(1, 2000, 2016)])
     assert tier.take_unwritten(16) is not None
     for number in range(2, 6):
-        tier.demote([branch(number, 0, 3)])
+        tier.offload([branch(number, 0, 3)])
         tier.unwritten.check({one.number: (one.worth, one.blocks) for one in tier._extents.values()})
     assert (held(tier, 1, 2016, start=2000), tier.unwritten.blocks) == (10, 6)
 
@@ -248,7 +248,7 @@ def test_what_passes_through_takes_the_room_of_what_passed_through_before() -> N
     """So two of them together take no more room from what is worth more than one does."""
     tier = HostTier(16, SIZE, Prices())
     tier.below = Below(set(range(100)))
-    tier.demote([branch(1, 2000, 2016)])
+    tier.offload([branch(1, 2000, 2016)])
     for number in range(2):
         assert tier.take_in(hashes(10 + number, 4), 0, 4, is_awaited=False) is not None
         tier.check()
@@ -257,14 +257,14 @@ def test_what_passes_through_takes_the_room_of_what_passed_through_before() -> N
 
 def test_what_is_used_stays() -> None:
     tier = HostTier(8, SIZE, Prices())
-    tier.demote([branch(1, 0, 4)])
-    tier.demote([branch(2, 0, 4)])
+    tier.offload([branch(1, 0, 4)])
+    tier.offload([branch(2, 0, 4)])
     for seed in range(3, 40):
         found = tier.match(hashes(1, 4), 0, 4)
         assert sum(one.count for one in found) == 4, f"before text {seed}"
         assert tier.fetch("a", found, 0) == (Fetch(0, 0, 4),)
         tier.fetched("a")
-        tier.demote([branch(seed, 0, 4)])
+        tier.offload([branch(seed, 0, 4)])
         tier.check()
     assert held(tier, 2, 4) == 0
     assert tier.counts.dropped_blocks > 4
@@ -292,7 +292,7 @@ def load(tier: HostTier, seed: int, blocks: int, piece: int = 4) -> int:
 def test_a_text_that_a_request_waits_for_gets_a_place_in_a_tier_full_of_texts_as_costly() -> None:
     """Five texts of which a tier holds two come in turn: each is loaded whole, and most of the one before it stays."""
     tier = HostTier(40, SIZE, Prices())
-    tier.demote([branch(100, 0, 40)])
+    tier.offload([branch(100, 0, 40)])
     for turn in range(25):
         assert load(tier, turn % 5, 20) == 20
         assert held(tier, turn % 5, 20) == 20
@@ -302,7 +302,7 @@ def test_a_text_that_a_request_waits_for_gets_a_place_in_a_tier_full_of_texts_as
 def test_cheap_loads_get_a_place_again_and_again_and_costly_texts_lose_little_for_it() -> None:
     """The first load drops the end of a costly text; those that follow take that place, until as much cost has been loaded."""
     tier = HostTier(400, SIZE, Prices())
-    tier.demote([branch(1, 9600, 10000)])
+    tier.offload([branch(1, 9600, 10000)])
     cost = Prices().compute_seconds
     loads = round(cost(9600 * SIZE, 10000 * SIZE) / cost(0, 8 * SIZE))
     for name in range(loads // 2):
@@ -316,7 +316,7 @@ def test_cheap_loads_get_a_place_again_and_again_and_costly_texts_lose_little_fo
 def test_a_load_drops_nothing_that_was_loaded_for_a_request_that_still_waits_for_a_place() -> None:
     """Once the rest has aged by what was turned away, nothing keeps it: its request may have been cancelled."""
     tier = HostTier(30, SIZE, Prices())
-    tier.demote([branch(1, 0, 30)])
+    tier.offload([branch(1, 0, 30)])
     began = tier.begin_load(hashes(2, 25), 0, 25, "disk", due=0.0)
     assert began is not None
     assert began[1] == 25
@@ -328,14 +328,14 @@ def test_a_load_drops_nothing_that_was_loaded_for_a_request_that_still_waits_for
     assert tier.begin_load(hashes(4, 25), 0, 25, "disk", due=0.0) is None
     tier.check()
     for seed in range(100, 110):
-        tier.demote([branch(seed, 0, 25)])
+        tier.offload([branch(seed, 0, 25)])
         tier.check()
     assert held(tier, 2, 25) == 0
 
 
 def test_blocks_come_from_the_tier_that_they_were_read_from_until_some_are_fetched() -> None:
     tier = HostTier(40, SIZE, Prices())
-    tier.demote([branch(1, 0, 3)])
+    tier.offload([branch(1, 0, 3)])
     sources: tuple[KvTier, ...] = ("disk", "store", "peers")
     for at, source in zip((3, 7, 9), sources, strict=True):
         began = tier.begin_load(
@@ -372,7 +372,7 @@ def test_avoided_prefill_is_divided_by_the_blocks_of_each_tier() -> None:
 def test_a_load_drops_nothing_that_is_kept() -> None:
     tier = HostTier(8, SIZE, Prices())
     tier.begin_swap(hashes(1, 6))
-    tier.demote([branch(1, 0, 6)])
+    tier.offload([branch(1, 0, 6)])
     assert load(tier, 2, 4) == 2
     tier.pin(tier.match(hashes(2, 4), 0, 4))
     assert tier.begin_load(hashes(3, 4), 0, 4, "disk", due=0.0) is None
@@ -383,7 +383,7 @@ def test_a_load_drops_nothing_that_is_kept() -> None:
 
 def test_cached_blocks_for_another_replica_get_a_place_in_a_full_tier() -> None:
     tier = HostTier(8, SIZE, Prices())
-    tier.demote([branch(1, 9000, 9008)])
+    tier.offload([branch(1, 9000, 9008)])
     assert tier.take_in(hashes(3, 4), 0, 4, is_awaited=False) is None, "a store takes it later"
     assert tier.take_in(hashes(2, 4), 0, 4, is_awaited=True) == (1, 4, (HostDrop(0, 4),))
     tier.check()
@@ -391,28 +391,28 @@ def test_cached_blocks_for_another_replica_get_a_place_in_a_full_tier() -> None:
 
 def test_what_is_about_to_be_fetched_is_not_dropped_for_what_is_evicted() -> None:
     tier = HostTier(4, SIZE, Prices())
-    tier.demote([branch(1, 0, 4)])
+    tier.offload([branch(1, 0, 4)])
     tier.pin(tier.match(hashes(1, 4), 0, 4))
-    assert tier.demote([branch(2, 9000, 9004)]) == ((), ())
+    assert tier.offload([branch(2, 9000, 9004)]) == ((), ())
     tier.unpin()
-    assert tier.demote([branch(2, 9000, 9004)]) == ((HostDrop(0, 0),), (Demotion(3, 4),))
+    assert tier.offload([branch(2, 9000, 9004)]) == ((HostDrop(0, 0),), (Offload(3, 4),))
     tier.check()
 
 
 def test_what_is_kept_for_a_request_drops_the_most_costly_and_is_dropped_for_nothing() -> None:
     tier = HostTier(8, SIZE, Prices())
-    tier.demote([branch(1, 9000, 9008)])
-    assert tier.demote([branch(2, 0, 4)]) == ((), ()), "without being kept, it is worth less"
+    tier.offload([branch(1, 9000, 9008)])
+    assert tier.offload([branch(2, 0, 4)]) == ((), ()), "without being kept, it is worth less"
     tier.begin_swap(hashes(2, 6))
-    drops, demotions = tier.demote([branch(2, 0, 4, first_block=20)])
-    assert ([one.keep for one in drops], demotions) == ([4], (Demotion(23, 4),))
+    drops, offloads = tier.offload([branch(2, 0, 4, first_block=20)])
+    assert ([one.keep for one in drops], offloads) == ([4], (Offload(23, 4),))
     assert (tier.swapped_blocks, held(tier, 2, 6)) == (4, 4)
-    tier.demote([branch(3, 9000, 9008)])
+    tier.offload([branch(3, 9000, 9008)])
     assert held(tier, 2, 6) == 4
     tier.check()
     tier.end_swap(hashes(2, 6))
-    tier.demote([branch(4, 9000, 9008)])
-    tier.demote([branch(5, 9000, 9008)])
+    tier.offload([branch(4, 9000, 9008)])
+    tier.offload([branch(5, 9000, 9008)])
     assert (tier.swapped_blocks, held(tier, 2, 6)) == (0, 0)
     tier.check()
 
@@ -421,9 +421,9 @@ def test_of_requests_that_do_not_all_fit_each_keeps_what_it_has() -> None:
     tier = HostTier(6, SIZE, Prices())
     tier.begin_swap(hashes(1, 4))
     tier.begin_swap(hashes(2, 4))
-    tier.demote([branch(1, 0, 4)])
-    _, demotions = tier.demote([branch(2, 0, 4, first_block=10)])
-    assert [one.count for one in demotions] == [2], "its beginning; the rest is computed again"
+    tier.offload([branch(1, 0, 4)])
+    _, offloads = tier.offload([branch(2, 0, 4, first_block=10)])
+    assert [one.count for one in offloads] == [2], "its beginning; the rest is computed again"
     assert (held(tier, 1, 4), held(tier, 2, 4), tier.counts.swapped_out_blocks) == (4, 2, 6)
     tier.check()
 
@@ -432,9 +432,9 @@ def test_the_beginning_of_what_is_kept_drops_its_end() -> None:
     """A branch is evicted from its end, and without its beginning the end is of no use."""
     tier = HostTier(6, SIZE, Prices())
     tier.begin_swap(hashes(1, 10))
-    tier.demote([branch(1, 5, 10)])
-    drops, demotions = tier.demote([branch(1, 0, 5, first_block=20)])
-    assert (drops, demotions) == ((HostDrop(0, 1),), (Demotion(24, 5),))
+    tier.offload([branch(1, 5, 10)])
+    drops, offloads = tier.offload([branch(1, 0, 5, first_block=20)])
+    assert (drops, offloads) == ((HostDrop(0, 1),), (Offload(24, 5),))
     assert (tier.swapped_blocks, held(tier, 1, 10)) == (6, 6)
     tier.check()
     tier.end_swap(hashes(1, 10))
@@ -444,14 +444,14 @@ def test_the_beginning_of_what_is_kept_drops_its_end() -> None:
 def test_the_beginning_of_what_is_kept_drops_no_end_that_another_replica_reads() -> None:
     tier = HostTier(6, SIZE, Prices())
     tier.begin_swap(hashes(1, 10))
-    tier.demote([branch(1, 5, 10)])
+    tier.offload([branch(1, 5, 10)])
     tier.serve("ticket", tier.match(hashes(1, 10), 5, 10))
-    drops, demotions = tier.demote([branch(1, 0, 5, first_block=20)])
-    assert (drops, demotions) == ((), (Demotion(20, 1),)), "one block is free"
+    drops, offloads = tier.offload([branch(1, 0, 5, first_block=20)])
+    assert (drops, offloads) == ((), (Offload(20, 1),)), "one block is free"
     assert held(tier, 1, 10, start=5) == 5
     tier.unserve("ticket")
-    drops, demotions = tier.demote([branch(1, 1, 5, first_block=21)])
-    assert (drops, demotions) == ((HostDrop(0, 1),), (Demotion(24, 4),))
+    drops, offloads = tier.offload([branch(1, 1, 5, first_block=21)])
+    assert (drops, offloads) == ((HostDrop(0, 1),), (Offload(24, 4),))
     tier.check()
 
 
@@ -460,9 +460,9 @@ def test_each_piece_of_a_long_text_is_kept_for_a_request_that_stepped_aside() ->
     tier = HostTier(3000, SIZE, Prices())
     tier.begin_swap(hashes(1, 3000))
     for start in range(2997, -1, -3):
-        tier.demote([branch(1, start, start + 3)])
+        tier.offload([branch(1, start, start + 3)])
     assert (tier.swapped_blocks, tier.wanted_blocks, held(tier, 1, 3000)) == (3000, 3000, 3000)
-    assert tier.demote([branch(2, 5000, 5010)]) == ((), ())
+    assert tier.offload([branch(2, 5000, 5010)]) == ((), ())
     tier.begin_swap(hashes(1, 1000))
     tier.end_swap(hashes(1, 3000))
     assert (tier.swapped_blocks, tier.wanted_blocks) == (1000, 1000)
@@ -480,7 +480,7 @@ def test_the_end_of_a_long_text_that_another_one_begins_is_kept_as_long_as_it_is
         tier = HostTier(100, SIZE, Prices())
         tier.begin_swap(order[0])
         tier.begin_swap(order[1])
-        tier.demote([branch(seed, 2003, 2012), branch(seed, 1997, 2003)])
+        tier.offload([branch(seed, 2003, 2012), branch(seed, 1997, 2003)])
         assert (tier.swapped_blocks, tier.wanted_blocks) == (15, 2012)
         tier.end_swap(first)
         assert (tier.swapped_blocks, tier.wanted_blocks) == (15, 2012)
@@ -499,7 +499,7 @@ def test_parts_of_prompts_on_a_lane_that_begin_at_different_blocks_are_kept_unti
     tier, text = HostTier(100, SIZE, Prices()), hashes(1, 16)
     for part in (first, second):
         tier.begin_swap(hash_range(text, *part))
-    tier.demote([branch(1, 0, 16)])
+    tier.offload([branch(1, 0, 16)])
     assert tier.wanted_blocks == 10
     tier.end_swap(hash_range(text, *first))
     tier.check()
@@ -511,19 +511,19 @@ def test_parts_of_prompts_on_a_lane_that_begin_at_different_blocks_are_kept_unti
 
 def test_what_the_tier_holds_of_a_long_text_is_found_from_each_block_on_and_not_copied_again() -> None:
     tier = HostTier(5000, SIZE, Prices())
-    tier.demote([branch(1, 0, 4000)])
+    tier.offload([branch(1, 0, 4000)])
     assert [held(tier, 1, 4000, start) for start in range(0, 4000, 7)] == list(range(4000, 0, -7))
-    assert tier.demote([branch(1, 1003, 4000), branch(1, 17, 1003)]) == ((), ())
-    assert tier.demote([branch(1, 2000, 4200)])[1] == (Demotion(2199, 200),)
+    assert tier.offload([branch(1, 1003, 4000), branch(1, 17, 1003)]) == ((), ())
+    assert tier.offload([branch(1, 2000, 4200)])[1] == (Offload(2199, 200),)
     tier.check()
 
 
 def test_only_the_blocks_that_a_request_computed_are_kept_of_a_longer_branch() -> None:
     tier = HostTier(6, SIZE, Prices())
-    tier.demote([branch(9, 9000, 9006)])
+    tier.offload([branch(9, 9000, 9006)])
     tier.begin_swap(hashes(1, 2))
-    drops, demotions = tier.demote([branch(1, 0, 5)])
-    assert ([one.keep for one in drops], demotions) == ([4], (Demotion(1, 2),))
+    drops, offloads = tier.offload([branch(1, 0, 5)])
+    assert ([one.keep for one in drops], offloads) == ([4], (Offload(1, 2),))
     tier.check()
 
 
@@ -538,7 +538,7 @@ def test_the_kv_of_a_sequence_that_stepped_aside_is_kept_until_it_is_admitted_ag
             assert placed is not None
             pools.computed(name, 32)
             pools.release(name, 32, swaps=swaps)
-            pools.take_publishes()
+            pools.take_inserts()
             pools.take_releases()
             return placed
 
@@ -576,8 +576,8 @@ def test_a_sequence_of_which_nothing_can_be_found_again_is_not_counted_as_swappe
     assert (pools.swapped, pools.swaps_out) == (0, 0)
 
 
-def test_what_would_be_computed_faster_than_fetched_is_not_demoted() -> None:
-    assert HostTier(4, SIZE, Prices(100.0)).demote([branch(1, 0, 4)]) == ((), ())
+def test_what_would_be_computed_faster_than_fetched_is_not_offloaded() -> None:
+    assert HostTier(4, SIZE, Prices(100.0)).offload([branch(1, 0, 4)]) == ((), ())
 
 
 @pytest.mark.parametrize(("price", "fetched"), [(1.0, 3), (100.0, 0)])
@@ -591,7 +591,7 @@ def test_a_prefix_is_fetched_only_if_that_is_faster(price: float, fetched: int) 
         assert placed is not None
         pools.computed(name, 16)
         pools.release(name)
-        pools.take_publishes()
+        pools.take_inserts()
         pools.take_releases()
     prices.fetch_seconds_per_block = price
     assert pools.expected(16, hashes(1, 4))[0] == fetched * SIZE
@@ -638,7 +638,7 @@ def test_what_an_old_tier_keeps_for_what_is_behind_it_is_worth_little_more_than_
     dearest = tier._block_seconds(4, 8)
     for seed in range(400):
         for start in (0, 4):
-            tier.demote([branch(seed, start, start + 4)])
+            tier.offload([branch(seed, start, start + 4)])
             assert all(one.worth <= tier._aged + 1.2 * dearest for one in tier._extents.values())
     tier.check()
     assert tier._aged > 20 * dearest
@@ -702,12 +702,12 @@ def test_copies_pair_the_blocks_of_both_sides_in_order() -> None:
 
 
 def test_a_steps_copies_are_predicted_by_lane_and_corrected_by_what_they_took() -> None:
-    figures = HostTierFigures(100, 1, fetch_seconds_per_block=0.5, demote_seconds_per_block=0.25)
-    evictions = tuple(Eviction(0, 0, 0, lane, (), (Demotion(3, 2), Demotion(9, 2))) for lane in (0, 1))
+    figures = HostTierFigures(100, 1, fetch_seconds_per_block=0.5, offload_seconds_per_block=0.25)
+    evictions = tuple(Eviction(0, 0, 0, lane, (), (Offload(3, 2), Offload(9, 2))) for lane in (0, 1))
     admit = Admit("a", "p", 8, 8, 0, Sampling(), 8, evictions=evictions)
     fetch = KvFetch("a", (Fetch(0, 0, 6, lane=1),))
     grow = Grow("b", 8, evictions=evictions[:1])
-    assert demote_seconds(figures, [admit], [grow]) == {0: 2.0, 1: 1.0}
+    assert offload_seconds(figures, [admit], [grow]) == {0: 2.0, 1: 1.0}
     assert fetch_seconds(figures, [fetch]) == {1: 3.0}
     seconds = TierSeconds(figures, Predictor(StepProfile(1e-3, 1e-5, 1e-8, 1e-5)))
     step = Step(0, 0, (), admits=(admit,), grows=(grow,), lanes=(0, 1), fetches=(fetch,))

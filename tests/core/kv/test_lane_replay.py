@@ -135,7 +135,7 @@ class Traffic:
 
     @staticmethod
     def replay(replica: LaneReplay, step: Step) -> None:
-        replica.publish(step.publishes)
+        replica.insert(step.inserts)
         for name in step.releases:
             replica.release(name)
         assert all(replica.grow(grow) for grow in step.grows)

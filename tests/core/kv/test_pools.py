@@ -308,11 +308,11 @@ class PoolsMachine(RuleBasedStateMachine):
     # --- the ranks --------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """A step: what was published and released since the last one reaches the ranks."""
-        publishes = self.pools.take_publishes()
+        """A step: what was inserted and released since the last one reaches the ranks."""
+        inserts = self.pools.take_inserts()
         releases = self.pools.take_releases()
         for ranks in self.ranks:
-            ranks.replica.publish(publishes)
+            ranks.replica.insert(inserts)
             for name in releases:
                 ranks.replica.release(name)
 
@@ -414,7 +414,7 @@ def test_ranks_with_another_shard_map_have_another_hash(other: tuple[Segment, ..
     assert hashes[0] != hashes[1]
 
 
-def test_ranks_know_what_was_used_of_a_prefix_that_another_sequence_had_published() -> None:
+def test_ranks_know_what_was_used_of_a_prefix_that_another_sequence_had_inserted() -> None:
     """Two compute the same prompt, and the second one, whose blocks are not kept, is the last that uses it."""
     pools = KvPools(lanes=1, kv_blocks=6, block_size_tokens=4, tokens_per_lane=100)
     replica = LaneReplay(BlockLedger(6, 4))
@@ -428,7 +428,7 @@ def test_ranks_know_what_was_used_of_a_prefix_that_another_sequence_had_publishe
         return placed
 
     def step(name: str, placed: Placed) -> None:
-        replica.publish(pools.take_publishes())
+        replica.insert(pools.take_inserts())
         for ended in pools.take_releases():
             replica.release(ended)
         message = Admit(
@@ -467,9 +467,9 @@ def test_releases_are_sent_in_the_order_in_which_they_happened_whatever_lanes_th
         return placed
 
     def tell() -> tuple[str, ...]:
-        publishes, releases = pools.take_publishes(), pools.take_releases()
+        inserts, releases = pools.take_inserts(), pools.take_releases()
         for replica in replicas:
-            replica.publish(publishes)
+            replica.insert(inserts)
             for name in releases:
                 replica.release(name)
         assert_replayed(pools, replicas)
@@ -523,9 +523,7 @@ def test_what_a_fork_computes_where_its_parent_has_another_part_of_the_prompt_is
     assert child is not None
     assert [shards.locate(16) for shards in (parent.shards, child.shards)] == [(0, 8), (0, 16)]
     pools.computed("child", 32)
-    assert [(one.id, one.lane, one.start, one.count) for one in pools.take_publishes()] == [
-        ("child", 0, 0, 2)
-    ]
+    assert [(one.id, one.lane, one.start, one.count) for one in pools.take_inserts()] == [("child", 0, 0, 2)]
 
 
 def test_the_expected_hit_of_a_prompt_with_more_than_tokens_per_lane_on_each_lane_is_what_it_gets() -> None:
@@ -540,7 +538,7 @@ def test_the_expected_hit_of_a_prompt_with_more_than_tokens_per_lane_on_each_lan
         assert placed.cached_tokens == expected == (64 if name == "b" else 0)
         pools.computed(name, len(ids))
         pools.release(name)
-        pools.take_publishes()
+        pools.take_inserts()
         pools.take_releases()
     shorter = ids[: 12 * size + 1]
     expected, _ = pools.expected(len(shorter), hasher.hashes(shorter), is_long=True)

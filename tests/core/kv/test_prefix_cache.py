@@ -152,17 +152,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.locked)
     @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
+    def insert(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.locked)))
         chain = hashes_of(self.prompts[name])
         stop = data.draw(st.integers(len(self.locked[name]), len(chain)))
         known = len(self.locked[name])
-        published = self.cache.publish(
+        inserted = self.cache.insert(
             name, self.prompts[name], stop, [(block, 1) for block in self.tables[name][:stop]]
         )
         fresh = [index for index in range(stop) if chain[index] not in self.blocks]
-        assert (published is None) == (stop == known)
-        assert published is None or published[0] == len(fresh)
+        assert (inserted is None) == (stop == known)
+        assert inserted is None or inserted[0] == len(fresh)
         for index in fresh:
             self.blocks[chain[index]] = self.tables[name][index]
         self.locked[name] = chain[:stop]
@@ -217,7 +217,7 @@ def test_a_prompt_of_many_chunks_stays_one_branch() -> None:
     hashes = HASHER.hashes(np.arange(4000, dtype=np.int32))
     cache.lock("a", hashes, 0)
     for stop in range(10, 1001, 10):
-        assert cache.publish("a", hashes, stop, [(0, stop)]) == (10, stop - 11)
+        assert cache.insert("a", hashes, stop, [(0, stop)]) == (10, stop - 11)
     assert cache.match(hashes, 1000).runs == ((0, 1000),)
     assert len(cache._root.children) == 1
     assert not next(iter(cache._root.children.values())).children
@@ -227,7 +227,7 @@ def test_names_for_eviction_do_not_pile_up_while_a_prefix_is_used_again_and_agai
     cache = PrefixCache()
     hashes = HASHER.hashes(np.arange(40, dtype=np.int32))
     cache.lock("first", hashes, 0)
-    cache.publish("first", hashes, 10, [(0, 10)])
+    cache.insert("first", hashes, 10, [(0, 10)])
     cache.unlock("first")
     for index in range(1000):
         cache.lock(f"s{index}", hashes, 10)
@@ -241,7 +241,7 @@ def test_a_prefix_that_was_used_again_outlives_one_that_was_not() -> None:
     first, second = (HASHER.hashes(np.arange(base, base + 40, dtype=np.int32)) for base in (0, 1000))
     for name, hashes, block in (("first", first, 0), ("second", second, 10)):
         cache.lock(name, hashes, 0)
-        cache.publish(name, hashes, 10, [(block, 10)])
+        cache.insert(name, hashes, 10, [(block, 10)])
         cache.unlock(name)
     cache.lock("again", first, 10)
     cache.unlock("again")
@@ -257,6 +257,6 @@ def test_a_branch_that_is_no_longer_than_what_is_asked_for_is_evicted_whole() ->
     for index in range(2):
         hashes = HASHER.hashes(np.arange(1000 * index, 1000 * index + 40, dtype=np.int32))
         cache.lock(f"s{index}", hashes, 0)
-        cache.publish(f"s{index}", hashes, 10, [(10 * index, 10)])
+        cache.insert(f"s{index}", hashes, 10, [(10 * index, 10)])
         cache.unlock(f"s{index}")
     assert cache.evict(12).runs == [(0, 10), (10, 10)]

@@ -1,8 +1,8 @@
-"""Convert recorded messages and logs to the present names: `python tests/core/recorded/convert.py FILE...`.
+"""Convert recorded messages and records to the present names: `python tests/core/recorded/convert.py FILE...`.
 
-A line of `wire_v1.jsonl` holds the header of a frame, as text, and the fields that it is read as. A line of a log of
+A line of `wire_v1.jsonl` holds the header of a frame, as text, and the fields that it is read as. A line of a record of
 `medha up --record` holds a header. Names that are current already stay as they are, so a file can be converted again.
-The digests of commands in a log are those of its own version: `medha replay` compares them only within one version.
+The digests of commands in a record are those of its own version: `medha replay` compares them only within one version.
 """
 
 from __future__ import annotations
@@ -12,13 +12,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TYPES = {"Meet": "Rendezvous", "MemoryRanOut": "RankOutOfMemory", "StoreLook": "StoreLookup"}
+TYPES = {
+    "Meet": "Rendezvous",
+    "MemoryRanOut": "RankOutOfMemory",
+    "StoreLook": "StoreLookup",
+    "Publish": "Insert",
+}
 FIELDS = {
     "deals": "stripings",
     "rendezvous": "address",
     "given_up_share": "demoted_share",
     "givenUpShare": "demotedShare",
     "looked": "looked_up",
+    "draws": "proposes",
+    "publishes": "inserts",
+    "demotions": "offloads",
+    "demote_seconds_per_block": "offload_seconds_per_block",
 }
 
 

@@ -162,9 +162,9 @@ def test_what_makes_room_is_found_without_a_look_at_all_that_is_held(served: boo
         host, _ = host_tier(extents, served=served)
         for name in (30, 40):  # for these, anything makes room that nothing keeps
             host.begin_swap(chain(name, 8))
-        host.demote([Branch(chain(30, 8), 0, 8, [(0, 8)])])  # what tickets keep is passed over once
+        host.offload([Branch(chain(30, 8), 0, 8, [(0, 8)])])  # what tickets keep is passed over once
         new = Branch(chain(40, 8), 0, 8, [(0, 8)])
-        found = instructions(lambda: host.demote([new]))
+        found = instructions(lambda: host.offload([new]))
         assert host.counts.dropped_blocks == 16
         host.check()
         return found
@@ -177,7 +177,7 @@ def test_a_prefix_is_dropped_from_its_end_with_one_look_at_each_extent() -> None
         host, _ = host_tier(extents)
         new = Branch(chain(30, 8 * extents), 0, 8 * extents, [(0, 8 * extents)])
         host.begin_swap(new.hashes)
-        found = instructions(lambda: host.demote([new]))
+        found = instructions(lambda: host.offload([new]))
         assert host.counts.dropped_blocks == 8 * extents
         host.check()
         return found
@@ -254,7 +254,7 @@ def test_a_question_about_a_long_prompt_is_asked_again_at_no_cost_until_the_tier
         assert len(host.match(hashes, 0, 4 * extents - 4)) == extents - 1
         assert host.match(hashes, 0, 6) == [first[0], replace(first[1], count=2)]
         host.begin_swap(chain(30, 8))
-        host.demote([Branch(chain(30, 8), 0, 8, [(0, 8)])])
+        host.offload([Branch(chain(30, 8), 0, 8, [(0, 8)])])
         assert len(host.match(hashes, 0, 4 * extents)) == extents - 2
         return found
 

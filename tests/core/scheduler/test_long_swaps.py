@@ -280,7 +280,7 @@ def test_long_requests_and_chats_in_any_schedule_all_end_once_and_nothing_is_lef
         controller = machine.lanes.controller
         counts = controller.pools.tier_counts
         assert counts.swapped_in_blocks <= counts.fetched_blocks
-        assert counts.swapped_out_blocks <= counts.demoted_blocks
+        assert counts.swapped_out_blocks <= counts.offloaded_blocks
         seen.update(swaps=controller.long_swaps, out=counts.swapped_out_blocks, back=counts.swapped_in_blocks)
 
     run()

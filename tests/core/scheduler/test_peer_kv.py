@@ -456,7 +456,7 @@ def test_a_ticket_that_nobody_gives_back_ends_by_itself() -> None:
     assert source.core.idle
 
 
-def test_blocks_of_a_ticket_stay_while_others_are_demoted() -> None:
+def test_blocks_of_a_ticket_stay_while_others_are_offloaded() -> None:
     source = source_with(host_blocks=50, kv_blocks=60)
     offered(source, KvAsk("q", "r0", "", 101, HASHER.hashes(PROMPT)))
     for seed in range(20, 40):
@@ -607,7 +607,7 @@ def compute(
     assert pools.admit(name, tokens, tokens, block_hashes=hashes, owners=owners) is not None
     pools.computed(name, tokens)
     pools.release(name, tokens)
-    pools.take_publishes()
+    pools.take_inserts()
     pools.take_releases()
 
 

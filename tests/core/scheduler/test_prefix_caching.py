@@ -168,7 +168,7 @@ def test_without_prefix_caching_nothing_is_remembered(
         submit_ids(off, submit_of(name, 16, 2), tuple(range(16)))
         off.run()
     assert admits(off) == {"first": 0, "second": 0}
-    assert not any(step.publishes for step in off.steps)
+    assert not any(step.inserts for step in off.steps)
     assert off.controller.pools.cached_blocks == 0
 
 

@@ -138,7 +138,7 @@ class Lanes:
             del self.sequences[id_]
         for replica in self.replicas:
             replica.note_windows()
-            replica.publish(step.publishes)
+            replica.insert(step.inserts)
             for id_ in step.releases:
                 replica.release(id_)
             replica.begin_step()

@@ -59,9 +59,9 @@ def followed(replica: Any) -> list[int]:
     return [entry.follows for step in replica.steps for entry in step.entries]
 
 
-def drawn(replica: Any) -> list[int]:
+def proposed(replica: Any) -> list[int]:
     """The numbers of guesses that each step's entries ask for."""
-    return [entry.draws for step in replica.steps for entry in step.entries]
+    return [entry.proposes for step in replica.steps for entry in step.entries]
 
 
 @given(
@@ -234,20 +234,20 @@ def test_guesses_are_drawn_in_one_step_and_verified_in_the_next(replica_of: Any,
     replica.run().check_empty()
     assert replica.emitted["a"] == list(range(9, 69))
     assert len([step for step in replica.steps if step.entries]) < 40
-    assert max(drafted(replica)) == max(drawn(replica)) == 4
+    assert max(drafted(replica)) == max(proposed(replica)) == 4
     before = 0
     for step in replica.steps:
         for entry in step.entries:
             assert len(entry.drafts) <= before
-            before = entry.draws
-    assert drawn(replica)[0] == 0, "the first token is not kept waiting"
+            before = entry.proposes
+    assert proposed(replica)[0] == 0, "the first token is not kept waiting"
 
 
 def test_nothing_is_drawn_if_no_rank_has_a_draft_model(replica_of: Any, submit_of: Any) -> None:
     replica = replica_of(profile=READS_WEIGHTS, **(DRAWS | {"draft_costs": None}))
     replica.submit(submit_of("a", 8, 30))
     replica.run().check_empty()
-    assert sum(drawn(replica)) == 0
+    assert sum(proposed(replica)) == 0
 
 
 @pytest.mark.parametrize(
@@ -263,13 +263,13 @@ def test_a_draft_model_that_takes_longer_than_it_saves_does_nothing(
     )
     replica.submit(submit_of("a", 8, 30))
     replica.run().check_empty()
-    assert sum(drawn(replica)) == sum(followed(replica)) == 0
+    assert sum(proposed(replica)) == sum(followed(replica)) == 0
 
 
 def test_time_for_guesses_is_part_of_a_step_and_of_what_its_targets_allow(
     replica_of: Any, submit_of: Any
 ) -> None:
-    """A decode takes 1.2 ms here, a guess 0.1 ms to verify and 0.1 ms to draw; the target is 1.8 ms."""
+    """A decode takes 1.2 ms here, a guess 0.1 ms to verify and 0.1 ms to propose; the target is 1.8 ms."""
     costs = {"draft_costs": DraftCosts(0.0, 0.0001)}
     replica = replica_of(guess_chance=1.0, random=Random(1), step_seconds=0.0012, **(DRAWS | costs))
     service_class = replica.config.service_classes["default"]
@@ -277,10 +277,10 @@ def test_time_for_guesses_is_part_of_a_step_and_of_what_its_targets_allow(
     replica.config.service_classes["default"] = tight
     replica.submit(submit_of("a", 8, 60, tpot_target_seconds=0.0018))
     replica.run().check_empty()
-    decodes = [step for step in replica.steps if any(entry.draws for entry in step.entries)]
+    decodes = [step for step in replica.steps if any(entry.proposes for entry in step.entries)]
     assert decodes
     assert all(step.predicted_seconds <= 0.0018 for step in decodes)
-    assert 0 < max(drawn(replica)) < 4
+    assert 0 < max(proposed(replica)) < 4
 
 
 def test_a_draft_model_that_errs_is_asked_now_and_then_until_it_is_right(
@@ -290,13 +290,13 @@ def test_a_draft_model_that_errs_is_asked_now_and_then_until_it_is_right(
     replica.submit(submit_of("a", 8, 1000))
     while len(replica.emitted.get("a", ())) < 400:
         assert replica.advance()
-    errs = [entry.draws for step in replica.steps[-200:] for entry in step.entries]
+    errs = [entry.proposes for step in replica.steps[-200:] for entry in step.entries]
     assert max(errs) == 1
     assert 0 < sum(errs) * 0.00051 <= 1.1 * PROBE_SHARE * 200 * 0.01
     replica.guess_chance = 1.0
     while len(replica.emitted["a"]) < 950:
         assert replica.advance()
-    assert max(drawn(replica)[-20:]) > 1
+    assert max(proposed(replica)[-20:]) > 1
     replica.run().check_empty()
 
 
@@ -311,10 +311,10 @@ def test_nothing_is_drawn_for_a_grammar_or_while_a_prompt_would_be_late(
     replica.submit(submit_of("waits", 150, 1, age_seconds=100.0))  # longer than the KV that is left
     while replica.controller.find("waits") is not None and replica.controller.find("waits").waits:
         assert replica.advance()
-    assert sum(drawn(replica)) == 0
+    assert sum(proposed(replica)) == 0
     replica.submit(submit_of("b", 8, 20))
     replica.run().check_empty()
-    names = {entry.id for step in replica.steps for entry in step.entries if entry.draws}
+    names = {entry.id for step in replica.steps for entry in step.entries if entry.proposes}
     assert "b" in names
     assert "masked" not in names
 
@@ -342,7 +342,7 @@ def test_steps_without_guesses_are_on_the_wire_as_before(replica_of: Any, submit
     replica.run()
     entries = [entry for step in replica.steps if isinstance(step, Step) for entry in step.entries]
     assert entries
-    assert all(entry == replace(entry, drafts=(), draws=0) for entry in entries)
+    assert all(entry == replace(entry, drafts=(), proposes=0) for entry in entries)
     assert SpeculationSpec().method == "none"
 
 
@@ -379,8 +379,8 @@ def on_two_lanes(
             if entry.samples:
                 found = sampled(entry, lambda: False)
                 samples += found
-                if entry.draws:
-                    guesses = guessed(Random(0), found[-1].token, entry.draws, entry.draws, 1.0)
+                if entry.proposes:
+                    guesses = guessed(Random(0), found[-1].token, entry.proposes, entry.proposes, 1.0)
                     drafts.append((entry.id, guesses))
         done = Done(
             step.step_id, tuple(samples), (), step.predicted_seconds, step.lanes, drafts=tuple(drafts)
@@ -393,24 +393,24 @@ def on_two_lanes(
 def test_each_lane_guesses_for_what_lies_on_it_alone_beside_a_spread_request(
     config_of: Any, submit_of: Any
 ) -> None:
-    """The lanes draw at the same time, so the time of a step counts the guesses of one of them."""
+    """The lanes propose at the same time, so the time of a step counts the guesses of one of them."""
     config = config_of(tpot_target_seconds=5.0, speculation=DRAWS["speculation"])
     submits = [submit_of("a", 8, 60), submit_of("b", 8, 60), submit_of("long", 60, 60)]
     steps, texts = on_two_lanes(config, submits, DraftCosts(0.0, 0.001))
     assert texts == {one.id: list(range(one.tokens + 1, one.tokens + 61)) for one in submits}
-    drawing = [(step, [entry for entry in step.entries if entry.draws]) for step in steps]
-    assert {(entry.id, entry.strategy) for _, entries in drawing for entry in entries} == {
+    proposing = [(step, [entry for entry in step.entries if entry.proposes]) for step in steps]
+    assert {(entry.id, entry.strategy) for _, entries in proposing for entry in entries} == {
         ("a", "local"),
         ("b", "local"),
     }
     together = [
-        (step.predicted_seconds, sum(entry.draws for entry in entries))
-        for step, entries in drawing
+        (step.predicted_seconds, sum(entry.proposes for entry in entries))
+        for step, entries in proposing
         if len({entry.lane for entry in entries}) == 2
         and any(entry.strategy == "owner" for entry in step.entries)
     ]
-    assert max(draws for _, draws in together) == 8
-    assert all(seconds < 0.01 + 0.001 * (draws - 1) for seconds, draws in together if draws > 4)
+    assert max(proposes for _, proposes in together) == 8
+    assert all(seconds < 0.01 + 0.001 * (proposes - 1) for seconds, proposes in together if proposes > 4)
 
 
 def test_a_request_that_grows_over_lanes_is_guessed_for_until_then(config_of: Any, submit_of: Any) -> None:
@@ -421,8 +421,8 @@ def test_a_request_that_grows_over_lanes_is_guessed_for_until_then(config_of: An
     assert texts == {"a": list(range(21, 111))}
     entries = [entry for step in steps for entry in step.entries]
     spread = next(at for at, entry in enumerate(entries) if entry.strategy == "owner")
-    assert sum(entry.draws for entry in entries[:spread]) > 0
-    assert sum(entry.draws + entry.follows for entry in entries[spread:]) == 0
+    assert sum(entry.proposes for entry in entries[:spread]) > 0
+    assert sum(entry.proposes + entry.follows for entry in entries[spread:]) == 0
 
 
 # --- guesses of a prediction head -----------------------------------------------------------------------
@@ -435,7 +435,7 @@ def test_a_head_draws_behind_long_prompts_and_short_outputs_at_once(replica_of: 
     replica.run().check_empty()
     assert replica.emitted["a"] == list(range(1001, 1021))
     assert sum(followed(replica)) == 0
-    decodes = [entry.draws for step in replica.steps for entry in step.entries if entry.samples]
+    decodes = [entry.proposes for step in replica.steps for entry in step.entries if entry.samples]
     assert decodes[1] > 0, "with the first decode"
     assert max(decodes) == 4
 
@@ -447,7 +447,7 @@ def test_a_head_is_asked_less_the_more_it_errs(replica_of: Any, submit_of: Any) 
         )
         replica.submit(submit_of("a", 8, 200))
         replica.run().check_empty()
-        return float(np.mean(drawn(replica)))
+        return float(np.mean(proposed(replica)))
 
     assert asked(0.0) < 1 < asked(0.5) < 3 < asked(1.0)
 
@@ -469,9 +469,9 @@ class Device:
     def takes(self, step: Step) -> tuple[float, float]:
         """Return the seconds of a step, and those of its draft model."""
         rows = sum(entry.token_count for entry in step.entries)
-        draws = [entry.draws for entry in step.entries]
+        proposes = [entry.proposes for entry in step.entries]
         follows = sum(entry.follows for entry in step.entries)
-        seconds = max(draws, default=0) * self.round + sum(draws) * self.guess + follows * self.token
+        seconds = max(proposes, default=0) * self.round + sum(proposes) * self.guess + follows * self.token
         return self.step * bool(rows) + rows * self.row + seconds, seconds
 
     @property
@@ -479,7 +479,7 @@ class Device:
         return StepProfile(self.step / 1.5, self.row / 1.5, 1e-9, 1e-6)
 
     @property
-    def draws(self) -> dict[str, Any]:
+    def drafting(self) -> dict[str, Any]:
         costs = DraftCosts(self.round / 1.5, self.guess / 1.5, self.token / 1.5)
         return DRAWS | {"draft_costs": costs}
 
@@ -521,7 +521,7 @@ def test_a_draft_model_never_costs_more_than_it_gains(
     device, tokens = DEVICES[name], 60 if streams > 8 else 150
     both = {"streams": streams, "chance": chance, "tokens": tokens}
     plain, plain_seconds = served_on(device, replica_of, submit_of, **both)
-    found, seconds = served_on(device, replica_of, submit_of, **both, **device.draws)
+    found, seconds = served_on(device, replica_of, submit_of, **both, **device.drafting)
     assert found.emitted == plain.emitted
     first, second = (a / b for a, b in zip(plain_seconds, seconds, strict=True))
     assert first >= 0.95
@@ -538,27 +538,27 @@ def test_a_draft_model_that_pays_only_if_it_is_mostly_right_is_found_in_the_firs
     device = Device(row=1e-3 / streams, round=0.005)
     both = {"streams": streams, "chance": 1.0, "tokens": 150}
     _, plain_seconds = served_on(device, replica_of, submit_of, **both)
-    found, seconds = served_on(device, replica_of, submit_of, **both, **device.draws)
+    found, seconds = served_on(device, replica_of, submit_of, **both, **device.drafting)
     first, second = (a / b for a, b in zip(plain_seconds, seconds, strict=True))
     assert first > 1.15
     assert second > 1.3
-    assert max(drawn(found)) == 4
+    assert max(proposed(found)) == 4
 
 
 def test_the_first_guesses_are_of_several_sequences_at_once_and_few_if_they_are_wrong(
     replica_of: Any, submit_of: Any
 ) -> None:
     device = DEVICES["small draft"]
-    found, _ = served_on(device, replica_of, submit_of, streams=32, chance=0.0, tokens=40, **device.draws)
-    asked = [sum(entry.draws for entry in step.entries) for step in found.steps]
+    found, _ = served_on(device, replica_of, submit_of, streams=32, chance=0.0, tokens=40, **device.drafting)
+    asked = [sum(entry.proposes for entry in step.entries) for step in found.steps]
     assert max(asked) == 8
     assert sum(asked[:30]) <= 24
 
 
 def test_the_draft_model_does_nothing_where_it_does_not_pay(replica_of: Any, submit_of: Any) -> None:
     device = DEVICES["slow draft"]
-    found, _ = served_on(device, replica_of, submit_of, streams=8, chance=1.0, tokens=100, **device.draws)
-    assert sum(drawn(found)) == sum(followed(found)) == 0
+    found, _ = served_on(device, replica_of, submit_of, streams=8, chance=1.0, tokens=100, **device.drafting)
+    assert sum(proposed(found)) == sum(followed(found)) == 0
 
 
 def test_prompts_are_followed_once_guesses_are_drawn_in_pieces_that_at_most_double_a_step(
@@ -578,7 +578,7 @@ def test_prompts_are_followed_once_guesses_are_drawn_in_pieces_that_at_most_doub
     assert all(entry.follows == 0 for entry in steps if not entry.samples), (
         "nothing is computed beside the prompt"
     )
-    assert max(drawn(replica)) == 4
+    assert max(proposed(replica)) == 4
 
 
 def test_a_prompt_is_not_followed_for_a_short_output(replica_of: Any, submit_of: Any) -> None:
@@ -591,5 +591,5 @@ def test_a_prompt_is_not_followed_for_a_short_output(replica_of: Any, submit_of:
     found.submit(submit_of("b", 8, 20))
     found.run().check_empty()
     entries = [entry for step in found.steps for entry in step.entries]
-    assert sum(entry.follows + entry.draws for entry in entries if entry.id == "a") == 0
-    assert sum(entry.draws for entry in entries if entry.id == "b") > 0
+    assert sum(entry.follows + entry.proposes for entry in entries if entry.id == "a") == 0
+    assert sum(entry.proposes for entry in entries if entry.id == "b") > 0

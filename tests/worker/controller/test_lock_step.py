@@ -27,7 +27,7 @@ def test_the_last_lane_completes_the_event_with_the_samples_of_all() -> None:
 
 
 def test_the_time_without_draft_models_is_that_of_the_longest_layers() -> None:
-    """One lane computes a prompt for long, and the other one draws guesses for long."""
+    """One lane computes a prompt for long, and the other one proposes guesses for long."""
     joined = LockStep()
     joined.expect(Step(step_id=1, epoch=0, entries=(), lanes=(0, 1)), now=0.0)
     joined.join(Done(1, compute_seconds=1.0, lanes=(0,)))
@@ -113,7 +113,7 @@ def test_a_token_comes_from_the_lane_that_runs_its_request_and_once() -> None:
 def test_guesses_come_only_for_entries_that_ask_for_them() -> None:
     joined = LockStep()
     entries = (
-        StepEntry("a", 0, (Extent(0, 4),), samples=True, draws=2),
+        StepEntry("a", 0, (Extent(0, 4),), samples=True, proposes=2),
         StepEntry("b", 0, (Extent(0, 4),), samples=True),
     )
     joined.expect(Step(step_id=1, epoch=0, entries=entries), now=0.0)

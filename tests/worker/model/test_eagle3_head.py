@@ -100,10 +100,10 @@ def right_head(tmp_path_factory: pytest.TempPathFactory) -> Headed:
 
 
 def decode(
-    one: Headed, samplings: Sequence[Sampling], draws: int = 3, head: Any = None, **more: Any
+    one: Headed, samplings: Sequence[Sampling], proposes: int = 3, head: Any = None, **more: Any
 ) -> Decoding:
-    """Decode a sequence of each sampling until it ends, together, and verify the head's guesses; none without `draws`."""
-    decoding = Decoding(Engine(one.model, (head or one.head) if draws else None, **more), draws)
+    """Decode a sequence of each sampling until it ends, together, and verify the head's guesses; none without `proposes`."""
+    decoding = Decoding(Engine(one.model, (head or one.head) if proposes else None, **more), proposes)
     for index, sampling in enumerate(samplings):
         decoding.start(f"s{index}", random_ids(12 + 9 * index, index), sampling, seed=index)
     decoding.run()
@@ -217,7 +217,7 @@ def test_logits_are_those_of_the_reference(
             found.append(one.head.logits(hidden))
             return hidden
 
-    decoding = Decoding(Engine(one.model, Recording()), draws=3)  # type: ignore[arg-type]
+    decoding = Decoding(Engine(one.model, Recording()), proposes=3)  # type: ignore[arg-type]
     decoding.start("a", ids, GREEDY)
     torch.testing.assert_close(torch.cat(found[:-2]), expected, atol=5e-4, rtol=1e-3)
     assert decoding.drafts["a"] == tuple(map(int, guesses))
@@ -366,13 +366,15 @@ def test_the_last_stage_of_a_grid_guesses_from_the_hidden_states_of_all_stages(
     a, wrong = plain.texts["a"], (plain.texts["a"][3] + 1) % VOCAB
     steps = [
         Step(0, 0, (entry("a", 0, 13, samples=False),), admits=(admit("a", ids["a"]),)),
-        Step(1, 0, (replace(entry("a", 13, 8), draws=3), entry("b", 0, 9)), admits=(admit("b", ids["b"]),)),
+        Step(
+            1, 0, (replace(entry("a", 13, 8), proposes=3), entry("b", 0, 9)), admits=(admit("b", ids["b"]),)
+        ),
         Step(
             2,
             0,
             (
-                StepEntry("a", 0, (Extent(21, 4),), True, drafts=(a[1], a[2], wrong), draws=3),
-                replace(entry("b", 9, 1), draws=2),
+                StepEntry("a", 0, (Extent(21, 4),), True, drafts=(a[1], a[2], wrong), proposes=3),
+                replace(entry("b", 9, 1), proposes=2),
             ),
         ),
     ]

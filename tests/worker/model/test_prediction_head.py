@@ -99,12 +99,12 @@ def right_head(tmp_path_factory: pytest.TempPathFactory) -> Headed:
 def decode(
     one: Headed,
     samplings: Sequence[Sampling],
-    draws: int = 3,
+    proposes: int = 3,
     head: PredictionHead | None = None,
     **more: Any,
 ) -> Decoding:
-    """Decode a sequence of each sampling until it ends, together, and verify the head's guesses; none without `draws`."""
-    decoding = Decoding(Engine(one.model, (head or one.head) if draws else None, **more), draws)
+    """Decode a sequence of each sampling until it ends, together, and verify the head's guesses; none without `proposes`."""
+    decoding = Decoding(Engine(one.model, (head or one.head) if proposes else None, **more), proposes)
     for index, sampling in enumerate(samplings):
         decoding.start(f"s{index}", random_ids(12 + 9 * index, index), sampling, seed=index)
     decoding.run()
@@ -143,7 +143,7 @@ def test_logits_are_those_of_the_published_architecture(random_head: Headed) -> 
             found.append(random_head.head.logits(hidden))  # type: ignore[arg-type]
             return hidden
 
-    decoding = Decoding(Engine(model, Recording()), draws=2)  # type: ignore[arg-type]
+    decoding = Decoding(Engine(model, Recording()), proposes=2)  # type: ignore[arg-type]
     decoding.start("a", ids, GREEDY)
     torch.testing.assert_close(torch.cat(found[:-1]), expected, atol=2e-4, rtol=1e-3)
     assert decoding.drafts["a"] == (first, second)
@@ -198,8 +198,10 @@ def test_texts_are_those_without_a_head_for_all_parameters(
         assert_same_for_any_parameters(partial(decode, one), VOCAB, seed)
 
 
-@pytest.mark.parametrize("draws", [{"b": 1, "c": 3}, {"b": 3, "c": 1, "d": 1}, {"a": 2, "d": 4}])
-def test_guesses_of_a_sequence_are_the_same_beside_others(random_head: Headed, draws: dict[str, int]) -> None:
+@pytest.mark.parametrize("proposes", [{"b": 1, "c": 3}, {"b": 3, "c": 1, "d": 1}, {"a": 2, "d": 4}])
+def test_guesses_of_a_sequence_are_the_same_beside_others(
+    random_head: Headed, proposes: dict[str, int]
+) -> None:
     """Some are asked for fewer guesses, and some for none."""
 
     def guesses(asked: dict[str, int]) -> dict[str, tuple[int, ...]]:
@@ -207,18 +209,18 @@ def test_guesses_of_a_sequence_are_the_same_beside_others(random_head: Headed, d
         for index, name in enumerate("abcd"):
             decoding.start(name, random_ids(12 + 5 * index, index), GREEDY)
         entries = [
-            replace(entry(name, len(ids), 1), draws=asked.get(name, 0))
+            replace(entry(name, len(ids), 1), proposes=asked.get(name, 0))
             for name, ids in decoding.prompts.items()
         ]
         return dict(decoding.engine.step(*entries).drafts)
 
-    alone = {name: guesses({name: count})[name] for name, count in draws.items()}
-    assert {name: len(found) for name, found in alone.items()} == draws
-    assert guesses(draws) == alone
+    alone = {name: guesses({name: count})[name] for name, count in proposes.items()}
+    assert {name: len(found) for name, found in alone.items()} == proposes
+    assert guesses(proposes) == alone
 
 
 def test_guesses_end_where_the_kv_of_a_sequence_ends(right_head: Headed) -> None:
-    decoding = Decoding(Engine(right_head.model, right_head.head), draws=4)
+    decoding = Decoding(Engine(right_head.model, right_head.head), proposes=4)
     decoding.start("a", random_ids(BLOCK_TOKENS - 2, 0), GREEDY, reserved_tokens=BLOCK_TOKENS)
     assert len(decoding.drafts["a"]) == 3, "the positions of the prompt's end and of two guesses hold KV"
 
@@ -310,7 +312,7 @@ def test_what_it_computes_along_with_a_step_is_no_time_of_its_guesses(
     monkeypatch.setattr(decoding.engine.executor, "_clock", lambda: launching.seconds)
     ids = random_ids(12, 0)
     decoding.start("a", ids, GREEDY)
-    done = decoding.engine.step(replace(entry("a", len(ids), 1), draws=3))
+    done = decoding.engine.step(replace(entry("a", len(ids), 1), proposes=3))
     assert len(dict(done.drafts)["a"]) == 3
     assert (done.compute_seconds, done.draft_seconds) == (3.0, 2.0), "its guesses but for the last one"
 
@@ -334,18 +336,18 @@ def test_the_last_stage_of_a_grid_guesses_from_its_hidden_states(
         Step(
             1,
             0,
-            (replace(entry("a", 13, 8), draws=2), entry("b", 0, 9)),
+            (replace(entry("a", 13, 8), proposes=2), entry("b", 0, 9)),
             admits=(admit("b", ids["b"], sampling),),
         ),
         Step(
             2,
             0,
             (
-                StepEntry("a", 0, (Extent(21, 5),), True, drafts=(a[1], a[2], a[3], wrong), draws=3),
-                replace(entry("b", 9, 1), draws=1),
+                StepEntry("a", 0, (Extent(21, 5),), True, drafts=(a[1], a[2], a[3], wrong), proposes=3),
+                replace(entry("b", 9, 1), proposes=1),
             ),
         ),
-        Step(3, 0, (StepEntry("b", 0, (Extent(10, 2),), True, drafts=(b[2],), draws=2), replace(entry("a", 25, 1), draws=4))),
+        Step(3, 0, (StepEntry("b", 0, (Extent(10, 2),), True, drafts=(b[2],), proposes=2), replace(entry("a", 25, 1), proposes=4))),
     ]  # fmt: skip
     ranks = Ranks(Topology(*shape), right_head.directory, has_head=True)
     found = ranks.run_once(steps, prompts, kv_blocks=64, block_tokens=BLOCK_TOKENS, steps_ahead=0)

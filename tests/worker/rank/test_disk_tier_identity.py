@@ -86,11 +86,11 @@ def test_a_checkpoint_that_changes_while_it_is_read_has_no_disk_tier(
 ) -> None:
     found = iter(["before", "behind"])
     monkeypatch.setattr("medha_worker.rank.engine.weights_identity", lambda _: next(found))
-    assert "cannot be told from others" in life(loaded(folder))[-1].fault
+    assert "cannot be distinguished from others" in life(loaded(folder))[-1].fault
 
 
 def test_a_rank_starts_without_its_disk_tier_if_the_checkpoint_has_a_file_that_it_cannot_read(
     folder: Path,
 ) -> None:
     (folder / "tiny" / "dangling.json").symlink_to(folder / "nothing")
-    assert "cannot be told from others" in life(loaded(folder))[-1].fault
+    assert "cannot be distinguished from others" in life(loaded(folder))[-1].fault

@@ -66,7 +66,7 @@ class Decoding:
     """Sequences that an engine decodes, each with the guesses that came with its last token."""
 
     engine: Engine
-    draws: int = 0
+    proposes: int = 0
     texts: dict[str, list[int]] = field(default_factory=dict)
     prompts: dict[str, np.ndarray] = field(default_factory=dict)
     drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -88,15 +88,15 @@ class Decoding:
                 self.ended.add(sample.id)
 
     def start(self, name: str, ids: np.ndarray, sampling: Sampling, chunk: int = 7, **more: object) -> None:
-        """Prefill a prompt in chunks; the last step draws guesses, too."""
+        """Prefill a prompt in chunks; the last step proposes guesses, too."""
         self.prompts[name] = ids
         self.engine.give(f"prompt of {name}", ids)
         admits: tuple[Admit, ...] = (admit(name, ids, sampling, **more),)
         for first in range(0, len(ids), chunk):
             count = min(chunk, len(ids) - first)
             ends = first + count == len(ids)
-            one = replace(entry(name, first, count, samples=ends), draws=self.draws if ends else 0)
-            one = replace(one, follows=first if one.draws else 0)
+            one = replace(entry(name, first, count, samples=ends), proposes=self.proposes if ends else 0)
+            one = replace(one, follows=first if one.proposes else 0)
             drafts = self.drafts
             self.take(self.engine.step(one, admits=admits))
             self.drafts = drafts | self.drafts
@@ -110,7 +110,9 @@ class Decoding:
                 continue
             drafts = self.drafts.get(name, ())
             start = len(self.prompts[name]) + len(text) - 1
-            one = StepEntry(name, 0, (Extent(start, 1 + len(drafts)),), True, drafts=drafts, draws=self.draws)
+            one = StepEntry(
+                name, 0, (Extent(start, 1 + len(drafts)),), True, drafts=drafts, proposes=self.proposes
+            )
             entries.append(replace(one, follows=self.behind.pop(name, 0)))
             self.verified += len(drafts)
             before += len(text) + 1
@@ -124,12 +126,12 @@ class Decoding:
 
 
 def decode(
-    model: Transformer, samplings: Sequence[Sampling], draft: Any = None, draws: int = 3, **more: Any
+    model: Transformer, samplings: Sequence[Sampling], draft: Any = None, proposes: int = 3, **more: Any
 ) -> Decoding:
     """Decode a sequence of each sampling until it ends, together; with a draft model, verify its guesses."""
     if draft is not None:
         more["drafter"] = drafter_of(draft)
-    decoding = Decoding(Engine(model, **more), draws if draft is not None else 0)
+    decoding = Decoding(Engine(model, **more), proposes if draft is not None else 0)
     for index, sampling in enumerate(samplings):
         decoding.start(f"s{index}", random_ids(12 + 9 * index, index), sampling, seed=index)
     decoding.run()
@@ -184,13 +186,13 @@ def test_texts_are_those_without_a_draft_model_for_all_parameters(
 
     plain = decode(model, samplings, mask_for=mask_for)
     for draft in (model, other):
-        found = decode(model, samplings, draft, draws=1 + seed % 4, mask_for=mask_for)
+        found = decode(model, samplings, draft, proposes=1 + seed % 4, mask_for=mask_for)
         assert_same(found, plain)
 
 
 def test_penalties_of_known_tokens_are_followed(model: Transformer) -> None:
     samplings = [replace(one, repetition_penalty=1.3, presence_penalty=0.5) for one in SAMPLINGS]
-    plain, found = decode(model, samplings), decode(model, samplings, draft=model, draws=1)
+    plain, found = decode(model, samplings), decode(model, samplings, draft=model, proposes=1)
     assert_same(found, plain)
     assert found.accepted >= 0.9 * found.verified > 0
 
@@ -203,7 +205,7 @@ def test_nothing_is_guessed_under_a_mask_or_behind_the_end(model: Transformer) -
     def mask_for(admitted: Admit) -> TokenMask | None:
         return third(VOCAB, 1) if admitted.id == "s1" else None
 
-    decoding = Decoding(Engine(model, drafter=drafter_of(model), mask_for=mask_for), draws=4)
+    decoding = Decoding(Engine(model, drafter=drafter_of(model), mask_for=mask_for), proposes=4)
     decoding.start("s0", random_ids(12, 0), ends, seed=0)
     decoding.start("s1", random_ids(12, 1), GREEDY)
     while "s0" not in decoding.ended:
@@ -216,7 +218,7 @@ def test_nothing_is_guessed_under_a_mask_or_behind_the_end(model: Transformer) -
 
 
 def test_guesses_end_where_the_kv_of_a_sequence_ends(model: Transformer) -> None:
-    decoding = Decoding(Engine(model, drafter=drafter_of(model)), draws=4)
+    decoding = Decoding(Engine(model, drafter=drafter_of(model)), proposes=4)
     ids = random_ids(BLOCK_TOKENS - 3, 0)
     decoding.start("a", ids, GREEDY, reserved_tokens=BLOCK_TOKENS)
     assert len(decoding.drafts["a"]) == 3, "the positions of the sampled token and of two guesses hold KV"
@@ -268,7 +270,7 @@ def test_what_was_computed_of_a_block_is_forgotten_once_a_spread_sequence_has_it
 def test_a_copied_block_has_what_was_computed_of_its_source_alone(model: Transformer) -> None:
     """The copy lies in a block of which the draft model had computed other content."""
     engine = Engine(model, drafter=drafter_of(model))
-    before = Decoding(engine, draws=3)
+    before = Decoding(engine, proposes=3)
     before.start("before", random_ids(20 * BLOCK_TOKENS, 9), GREEDY)
     engine.step(releases=("before",))
     decoding, ids = Decoding(engine), random_ids(BLOCK_TOKENS + 6, 3)
@@ -323,7 +325,7 @@ def test_a_sequence_is_followed_once_that_is_asked_for_in_pieces(model: Transfor
     for _ in range(5):
         decoding.step()
     assert counting.rows == 0
-    decoding.draws = 3
+    decoding.proposes = 3
     for rows in (
         20,
         36 + 2 + 2,
@@ -405,18 +407,18 @@ def test_the_last_stage_of_a_grid_guesses(model: Transformer, checkpoint: Path) 
         Step(
             1,
             0,
-            (replace(entry("a", 13, 8), draws=2, follows=13), entry("b", 0, 9)),
+            (replace(entry("a", 13, 8), proposes=2, follows=13), entry("b", 0, 9)),
             admits=(admit("b", prompts["prompt of b"], sampling),),
         ),
         Step(
             2,
             0,
             (
-                StepEntry("a", 0, (Extent(21, 5),), True, drafts=(a[1], a[2], a[3], wrong), draws=3),
-                replace(entry("b", 9, 1), draws=1, follows=9),
+                StepEntry("a", 0, (Extent(21, 5),), True, drafts=(a[1], a[2], a[3], wrong), proposes=3),
+                replace(entry("b", 9, 1), proposes=1, follows=9),
             ),
         ),
-        Step(3, 0, (StepEntry("b", 0, (Extent(10, 2),), True, drafts=(b[2],), draws=2), replace(entry("a", 25, 1), draws=4))),
+        Step(3, 0, (StepEntry("b", 0, (Extent(10, 2),), True, drafts=(b[2],), proposes=2), replace(entry("a", 25, 1), proposes=4))),
     ]  # fmt: skip
     ranks = Ranks(Topology(2, 2, 1), checkpoint, draft=checkpoint)
     found = ranks.run_once(steps, prompts, kv_blocks=64, block_tokens=BLOCK_TOKENS, steps_ahead=0)

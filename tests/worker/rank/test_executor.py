@@ -64,7 +64,7 @@ class Engine:
     """An executor whose controller the test plays, with the step number and the controller's own ledger."""
 
     def __init__(self, model: Any, head: PredictionHead | None = None, **more: object) -> None:
-        """`head` draws the guesses that entries ask for."""
+        """`head` proposes the guesses that entries ask for."""
         kv_cache = model.new_kv_cache(64, BLOCK_TOKENS, head=head)
         if head is not None:
             more["drafter"] = HeadDrafter(head, kv_cache.last_layer(), model)

@@ -61,7 +61,7 @@ class DiskLife(Life):
             begun = len(counted)
             counted += [(0, True) for load in step.loads if load.lane == lane and load.file]
             evictions = [one for part in (*step.grows, *step.admits) for one in part.evictions]
-            counted += [(0, False) for one in evictions if one.lane == lane for _ in one.demotions]
+            counted += [(0, False) for one in evictions if one.lane == lane for _ in one.offloads]
         return [(number, is_load) for number, (_, is_load) in enumerate(counted) if number >= begun]
 
     def move(self) -> None:

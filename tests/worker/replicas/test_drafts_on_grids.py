@@ -4,7 +4,7 @@ The text of each request is first sampled on one rank, token by token. The contr
 drafter guesses parts of these texts and is wrong here and there. Ranks run the controller's steps, and have to report what
 the text says that they find: the tokens, and how many of the guesses are right.
 
-Ranks with draft models or heads also draw the guesses that the steps ask for. On several lanes, they are drawn for requests
+Ranks with draft models or heads also propose the guesses that the steps ask for. On several lanes, they are proposed for requests
 that lie on one lane, beside others that are spread.
 """
 
@@ -171,7 +171,7 @@ class Asking(Guessing):
     """The same with guesses only where steps ask for them, as those of draft models and heads are."""
 
     def most_guesses(self, entry: StepEntry) -> int | None:
-        return entry.draws or None
+        return entry.proposes or None
 
 
 def config_of(topology: Topology, speculation: SpeculationSpec, **sizes: Any) -> ReplicaConfig:
@@ -305,7 +305,7 @@ DRAWING = [
 
 
 @pytest.fixture(params=DRAWING)
-def drawing(
+def proposing(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[tuple[Ranks, Writer, SpeculationSpec, str, int]]:
     """Ranks with a draft model or head on each lane, and what samples their texts without."""
@@ -328,10 +328,10 @@ def drawing(
 
 
 def test_lanes_guess_for_what_lies_on_them_alone_beside_spread_requests(
-    drawing: tuple[Ranks, Writer, SpeculationSpec, str, int],
+    proposing: tuple[Ranks, Writer, SpeculationSpec, str, int],
 ) -> None:
     """Texts are those without guesses, and a draft model that is the served model guesses them, whatever a block held before."""
-    ranks, writer, speculation, drafter, examples = drawing
+    ranks, writer, speculation, drafter, examples = proposing
     beside, accepted, guesses = 0, 0, [0, 0]
 
     @given(
@@ -370,7 +370,7 @@ def test_lanes_guess_for_what_lies_on_them_alone_beside_spread_requests(
         run_and_compare(ranks, life, steps_ahead=steps_ahead)
         accepted += life.accepted
         for step in life.steps:
-            asking = [entry.strategy for entry in step.entries if entry.draws or entry.follows]
+            asking = [entry.strategy for entry in step.entries if entry.proposes or entry.follows]
             assert set(asking) <= {LOCAL}
             beside += bool(asking) and any(entry.strategy != LOCAL for entry in step.entries)
         for name, draft in ranks.drafts:
@@ -381,7 +381,7 @@ def test_lanes_guess_for_what_lies_on_them_alone_beside_spread_requests(
 
     run()
     assert accepted > 0, "no guess was right"
-    assert beside > 0, "no guess was drawn beside a spread request"
-    assert guesses[0] > 0, "ranks have drawn nothing"
+    assert beside > 0, "no guess was proposed beside a spread request"
+    assert guesses[0] > 0, "ranks have proposed nothing"
     if drafter == "itself":
         assert guesses[1] > 0.95 * guesses[0]

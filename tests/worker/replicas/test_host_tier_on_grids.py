@@ -189,7 +189,7 @@ def compare(ranks: Ranks, tolerance: float, *, striped: bool) -> None:
             counts = controller.pools.tier_counts
             assert counts.fetched_blocks > 0
             assert (counts.dropped_blocks > 0) == (host_blocks == few_blocks)
-            assert without.pools.tier_counts.demoted_blocks == 0
+            assert without.pools.tier_counts.offloaded_blocks == 0
             for tier in controller.pools.tiers:
                 tier.check()
     finally:

@@ -93,7 +93,7 @@ class StoreLife(Life):
                     ]
             for source in (*step.grows, *step.admits):
                 for eviction in source.evictions:
-                    self.extents[eviction.lane] += len(eviction.demotions)
+                    self.extents[eviction.lane] += len(eviction.offloads)
             for store in step.stores:
                 self.there.add(store.object.name)
                 self.written += OBJECT_BLOCKS

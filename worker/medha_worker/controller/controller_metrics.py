@@ -146,7 +146,7 @@ class Observer:
             self._gauges["medha_host_tier_bytes"].labels(lane=str(lane)).set(held_bytes)
         self._count_up("medha_host_tier_hits", counts.hits)
         self._count_up("medha_host_tier_fetched_bytes", counts.fetched_blocks * block_bytes)
-        self._count_up("medha_host_tier_demoted_bytes", counts.demoted_blocks * block_bytes)
+        self._count_up("medha_host_tier_offloaded_bytes", counts.offloaded_blocks * block_bytes)
         self._count_up(
             "medha_host_tier_fetched_tokens", counts.fetched_blocks * core.config.block_size_tokens
         )
@@ -170,7 +170,7 @@ class Observer:
         self._count_up("medha_long_swaps", core.long_swaps)
         out_seconds = in_seconds = 0.0
         if figures is not None:
-            out_seconds = counts.swapped_out_blocks * figures.demote_seconds_per_block
+            out_seconds = counts.swapped_out_blocks * figures.offload_seconds_per_block
             in_seconds = counts.swapped_in_blocks * figures.fetch_seconds_per_block
         for direction, swaps, blocks, seconds in (
             ("out", pools.swaps_out, counts.swapped_out_blocks, out_seconds),

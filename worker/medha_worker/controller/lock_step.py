@@ -157,7 +157,7 @@ def _strange_drafts(part: Done, step: Step, vocab_size: int) -> str | None:
             )
     if not part.drafts:
         return None
-    asked = {entry.id: entry.draws for entry in step.entries if entry.lane in part.lanes}
+    asked = {entry.id: entry.proposes for entry in step.entries if entry.lane in part.lanes}
     for name, draft in part.drafts:
         if len(draft) > asked.get(name, 0):
             return f"{len(draft)} guesses for {name}, of which {asked.get(name, 0)} are asked for"

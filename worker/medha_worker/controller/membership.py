@@ -223,7 +223,7 @@ def _tier_numbers(ready: RankReady) -> Iterator[_Bounded]:
         yield "host_tier.blocks", tier.blocks, 1, MOST_BLOCKS
         yield "host_tier.block_bytes", tier.block_bytes, 1, MOST_BLOCK_BYTES
         yield "host_tier.fetch_seconds_per_block", tier.fetch_seconds_per_block, 0, MOST_SECONDS
-        yield "host_tier.demote_seconds_per_block", tier.demote_seconds_per_block, 0, MOST_SECONDS
+        yield "host_tier.offload_seconds_per_block", tier.offload_seconds_per_block, 0, MOST_SECONDS
     if streaming is not None:
         yield "streaming.blocks", streaming.blocks, 1, MOST_BLOCKS
         yield "streaming.block_bytes", streaming.block_bytes, 1, MOST_BLOCK_BYTES

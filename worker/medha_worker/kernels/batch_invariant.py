@@ -25,16 +25,16 @@ _MOST_COLUMNS = 2048  # of the weights that are tried: enough for every thread, 
 
 
 def batch_invariant_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> Kernels:
-    """Return kernels that keep the promise, checked on this device.
+    """Return kernels that are batch-invariant, checked on this device.
 
-    `others` write K and V, and sample. Operators on single values are theirs, too, because these add nothing up.
+    `others` write K and V, and sample. Elementwise operators come from `others`, too, because they contain no sums.
 
     Raises:
         KernelsUnavailable: there are none for this model here.
     """
     make = _on_host if device.is_host else _on_gpu
-    # By the number of rows, libraries choose how they multiply with quantised weights. So these weights are made
-    # numbers here, whose products our kernels compute.
+    # By the number of rows, libraries choose how they multiply with quantised weights. So quantised weights are
+    # dequantised here and multiplied by our own kernels.
     kernels = replace(make(sizes, device, others), name="batch-invariant", pack_rows=None)
     differing = differences(kernels, sizes, device)
     if differing:

@@ -94,7 +94,7 @@ class Float8Blocks(_ScaledRows):
     def of(cls, part: QuantisedRows) -> Float8Blocks:
         """Return rows whose blocks are whole."""
         blocks, groups = part.scale.shape
-        # In memory of their own: the operator looks at strides, and a slice of one row keeps those of the whole.
+        # In memory of their own: the operator reads strides, and a slice of one row keeps those of the whole.
         scale = part.scale.new_zeros(blocks, groups + -groups % FP8_BLOCKS_ALIGNED, dtype=torch.float32)
         scale[:, :groups] = part.scale
         return cls(replace(part, scale=scale[:, :groups]), scale)

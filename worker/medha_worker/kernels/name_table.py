@@ -1,4 +1,4 @@
-"""The table of kernels by name, and the choice of those that a rank runs: the fastest, or those that promise more."""
+"""The table of kernels by name, and the choice of those that a rank runs: the fastest, or those that guarantee more."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def choose_kernels(sizes: KernelSizes, device: Device, determinism: Determinism 
     """Return the first kernels of the table that can run this model here; the log says why faster ones cannot.
 
     Raises:
-        ConfigInvalid: `determinism` asks for a promise that no kernels keep for this model here.
+        ConfigInvalid: `determinism` asks for a guarantee that no kernels give for this model here.
     """
     if determinism == "batchInvariant":
         try:
             return batch_invariant_kernels(sizes, device, torch_kernels(device))
         except KernelsUnavailable as error:
             raise ConfigInvalid(
-                f"spec.determinism is batchInvariant, which cannot be kept here, because {error}; "
+                f"spec.determinism is batchInvariant, which cannot be guaranteed here, because {error}; "
                 "change that, or set spec.determinism to bestEffort"
             ) from error
     for name, make in KERNELS.items():

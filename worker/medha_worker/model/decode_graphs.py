@@ -4,8 +4,8 @@ A captured step reads and writes the same memory each time it is replayed. A ste
 padded: the rows after its own decode token 0 in the pool's scratch block, which belongs to no sequence. Each size is
 captured several times, so that the tables of later steps are filled while a step is running or has yet to run.
 
-All captures share the memory of what they compute on the way: one may overwrite it for another. So whatever
-outlives a replay (inputs, tables, and the result) is allocated outside of the capture.
+All captures share one memory pool for intermediate results, so a replay may overwrite those of another capture. Whatever
+outlives a replay (inputs, tables, and the result) is therefore allocated outside of the capture.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ FLAT = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 NESTED = ("Eagle3Speculator", "Eagle3DraftModel")
 """Architectures in the format of speculators."""
 _LLAMA = "LlamaForCausalLM"
-"""The architecture that the authors' own heads name. `draft_vocab_size` tells them from a model."""
+"""The architecture that the authors' own heads name. `draft_vocab_size` distinguishes them from a model."""
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _NOT_GIVEN: tuple[object, ...] = (None, [])
 """Layers that stand for the default; Model Optimizer writes an empty list."""

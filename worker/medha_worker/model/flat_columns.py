@@ -55,7 +55,7 @@ class Columns:
         return self._added(np.asarray(values, dtype=np.float64)[:, None])
 
     def stage(self, device: Device) -> None:
-        """Give each column its tensor on a device, by one copy of all of them if that has memory of its own."""
+        """Give each column its tensor on a device, in a single copy if the device has its own memory."""
         if not self._columns:
             return
         if device.is_host:

@@ -183,7 +183,7 @@ class HostBlocks:
             there.copy_(here.contiguous(), non_blocking=True)
 
     def seconds_per_block(self, clock: Callable[[], float]) -> tuple[float, float]:
-        """Measure how long a fetch and a demotion of a block take, in seconds; nobody may use the pool meanwhile."""
+        """Measure how long a fetch and an offload of a block take, in seconds; nobody may use the pool meanwhile."""
         count = min(_MEASURED_BLOCKS, self.blocks, self.kv_cache.num_blocks)
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(1 + _REPEATS):  # the first one takes the pages

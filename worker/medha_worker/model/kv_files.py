@@ -325,7 +325,7 @@ class KvFiles:
 
 
 def key_tag(key: str) -> str:
-    """Return a digest of a key of hashes, by which files of another key are told apart."""
+    """Return a digest of a key of hashes, by which files of another key are distinguished."""
     return blake2b(key.encode(), digest_size=8, person=b"medha kv files").hexdigest()
 
 

@@ -10,8 +10,8 @@ takes a third of the FLOPs in DeepSeek-V3, which pays for a chunk of many rows (
 are made for a few of the sequence's tokens at a time, those of its context included, so that they need little memory. The
 results over each part are merged by their log-sum-exp.
 
-In both forms, queries come in before they absorb anything, and each head has results of its own. So each lane that holds a
-part of a context chooses the form by itself, and partial results of both forms can be merged.
+In both forms, the queries that come in have absorbed nothing yet, and each head has results of its own. So each lane that holds
+a part of a context chooses the form by itself, and partial results of both forms can be merged.
 
 Reference: DeepSeek-V2, "A Strong, Economical, and Efficient Mixture-of-Experts Language Model", section 2.1.
 """
@@ -54,7 +54,7 @@ class HeadMatrices:
 
     @classmethod
     def of(cls, weights: LatentWeights, scaled: ScaledHeads | None) -> Self:
-        """Return those of a layer's weights."""
+        """Return the matrices among a layer's weights."""
         return cls(weights.key_up, weights.value_up, scaled)
 
 
@@ -97,7 +97,7 @@ class LatentForms:
     def each_head(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         """Multiply [rows, heads, inner] by the matrix of each head, [heads, inner, columns]: [rows, heads, columns].
 
-        These are products of experts, of which each gets equally many rows.
+        The kernel for products of experts computes them: each head is an expert, and all get equally many rows.
         """
         rows, heads, inner = x.shape
         by_head = x.transpose(0, 1).reshape(heads * rows, inner)
@@ -200,7 +200,7 @@ class _MadeSpan:
             stop = min(start + most_tokens, span.total_length)
             parts = _rows_of_tile(span, start, stop)
             first_row = parts[0].row_start
-            # Tiles whose tokens all rows see have one plan, as far as they are equally long.
+            # Equally long tiles whose tokens all rows see share one plan.
             masked = parts[0].row_count if parts[0].is_causal else 0
             key = first_row, masked, stop - start
             if key not in plans:

@@ -1,7 +1,7 @@
 """The tokens that penalties apply to, as tables over the vocabulary on the device: one row for each sequence.
 
-A table only repeats what the sequence has in host memory. Each step first adds the tokens that are new since the
-last one, as values that replace those there. So a step that fails, or is planned twice, does no harm.
+A table only repeats what the sequence has in host memory. Each step first writes what has changed since the last one, and
+writes new values, not increments. So a step that fails, or is planned twice, does no harm.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The base of prediction heads: layers that guess further tokens from the hidden states of the served model.
 
-At a position, a head takes what it reads of the served model's hidden states there, and the embedding of the token that
-comes next. Its logits are of the token after that one. To guess another one, it goes on from its own hidden states.
+At position p, a head combines the served model's hidden state at p with the embedding of token p + 1, and predicts token
+p + 2. To guess further tokens, it takes its own hidden states in place of the served model's.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class PredictionHead(Transformer, ABC):
 
     @abstractmethod
     def taken(self, model: Transformer, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what `forward` takes as `before` where the served model has been, [rows, hidden_size].
+        """Convert the served model's hidden states to the argument `before` of `forward`, [rows, hidden_size].
 
         `hidden` are rows of the result of the served model's last stage, [rows, leaving_size].
         """
 
     @abstractmethod
     def onward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what `forward` takes as `before` where only the head has been, of its own hidden states."""
+        """Convert the head's own hidden states to the argument `before` of `forward`, for guesses after the first."""
 
     @abstractmethod
     def _run_head(self, embedded: torch.Tensor, before: torch.Tensor, step: PreparedStep) -> torch.Tensor:

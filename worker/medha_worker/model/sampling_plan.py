@@ -77,9 +77,9 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class TopP:
-    """The racing rows that keep a nucleus, their `top_p`, and the number of most probable tokens that the search looks at.
+    """The racing rows that keep a nucleus, their `top_p`, and the number of most probable tokens that are searched.
 
-    The search looks at all tokens, unless each of the rows has a `top_k`. Then the largest `top_k` is enough: any further
+    All tokens are searched, unless each of the rows has a `top_k`. Then the largest `top_k` is enough: any further
     token that `top_k` has left ties with the last one, and is kept or dropped with it.
     """
 

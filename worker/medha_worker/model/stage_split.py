@@ -1,6 +1,6 @@
 """The split of a model's layers over the stages of a lane, and which of a checkpoint's tensors each stage reads.
 
-The rank that loads weights and the container that fetches them for it both ask here. It needs no torch.
+The rank that loads weights and the container that fetches them for it both use this module. It needs no torch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def guessing_layers(spec: MedhaReplicaSpec) -> int:
 def text_names(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
     """Return a checkpoint's tensors by the names that a text model has for them.
 
-    In a checkpoint that also sees images they have a prefix, and there are others, which are left out.
+    In a checkpoint of a model that also sees images, these tensors have a prefix; all other tensors are left out.
     """
     if config.family.model_type not in TEXT_CONFIGS:
         return {name: name for name in names}
@@ -68,7 +68,7 @@ def text_names(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
 
 
 def tensors_of_stage(names: Iterable[str], config: ModelConfig, layers: range) -> set[str]:
-    """Return those of a checkpoint's tensors that the ranks of a stage with `layers` read.
+    """Return the tensors of a checkpoint that the ranks of a stage with `layers` read.
 
     Raises:
         CheckpointInvalid: the name of a layer's tensor lacks the layer's number.

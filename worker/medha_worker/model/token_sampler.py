@@ -1,8 +1,8 @@
 """Samples the next tokens of a step on the device of the logits, in the order of operations that `sampler` gives.
 
 The device is given a plan, and its results are copied to the host once. Between the two, nothing waits for the
-device: which operators run depends on the plan alone. So the search for a nucleus looks at as many tokens as the options of
-the rows can leave, which is the whole vocabulary without `top_k`. On the CPU, where a look at the numbers costs nothing, the
+device: which operators run depends on the plan alone. So the search for a nucleus covers as many tokens as the options of
+the rows can leave, which is the whole vocabulary without `top_k`. On the CPU, where it costs nothing to read the numbers, the
 search begins with few tokens, and is widened where that is needed.
 """
 

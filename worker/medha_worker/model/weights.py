@@ -672,18 +672,18 @@ class _Reader:
     def _check_names(self, directory: Path) -> None:
         missing = [name for name in self._tensors if name not in self._file_of]
         if missing:
-            mend = "fetch the checkpoint again"
+            fix = "fetch the checkpoint again"
             if self._has_measured_scales and missing[0].endswith((".k_scale", ".v_scale")):
-                mend = f"measure {KV_SCALES} again (medha model kv-scales --force)"
+                fix = f"measure {KV_SCALES} again (medha model kv-scales --force)"
             of_head = f"model.layers.{self.config.num_layers - 1}."
             if self.config.has_head and all(name.startswith(of_head) for name in missing):
-                mend += (
+                fix += (
                     "; if it was saved without the layer that predicts further tokens, choose another one, or another "
                     "spec.scheduling.speculation.method than predictionHead"
                 )
             raise CheckpointInvalid(
                 f"{directory}: tensor {missing[0]} of shape {list(self._tensors[missing[0]].shapes[0])} is missing"
-                f"{_and_more(missing)}; {mend}"
+                f"{_and_more(missing)}; {fix}"
             )
         # Four leftovers are harmless: a head beside tied embeddings, the inverse frequencies in old Llamas, layers
         # that predict further tokens, and the zeros that AutoGPTQ wrote as biases of layers without one.

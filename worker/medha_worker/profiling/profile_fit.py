@@ -139,7 +139,7 @@ def held_out(
 def _count_knots(uniform: Sequence[MeasuredStep]) -> npt.NDArray[np.int64]:
     """Return the query counts measured after at least two contexts.
 
-    A single context cannot tell attention from linear layers. 1 is always included.
+    A single context cannot separate attention from linear layers. 1 is always included.
     """
     contexts: dict[int, set[int]] = {}
     for step in uniform:

@@ -12,7 +12,7 @@ from medha_worker.host_memory import MemoryFigures
 from medha_worker.nvml import GpuProbe, LatestXid, xid_text
 
 UNSENT_SECONDS = 1.0
-"""How long the main thread may take to send an error of the device, before another thread does."""
+"""Longest time for the main thread to send an error of the device, before another thread does."""
 CLOSE_SECONDS = 3.0
 """Longest wait for the threads to end: a device that is gone may never answer."""
 

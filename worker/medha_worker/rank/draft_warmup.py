@@ -17,7 +17,7 @@ from medha_worker.rank.warmup import COSTLY, REPEATS, WarmUp, is_near, step_prof
 CONTEXT_TOKENS = 256
 """Context of the sequences whose guesses are timed."""
 TIMED_ROWS = 8
-"""Sequences of the step that measures the time of each further one."""
+"""Sequences of the step that measures the time of each additional sequence."""
 TIMED_TOKENS = 256
 """Tokens of the chunk that measures the time of following a sequence."""
 

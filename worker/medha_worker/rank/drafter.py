@@ -10,7 +10,7 @@ has computed, so sequences that share a prompt share the draft model's KV, too.
 
 It follows sequences whose KV lies on this lane alone. Blocks of others have no KV of the draft model.
 
-Guesses are drawn by `medha_worker.rank.guess_rounds`. They never change what is sampled: KV of wrong guesses is
+Guesses are proposed by `medha_worker.rank.guess_rounds`. They never change what is sampled: KV of wrong guesses is
 overwritten once the tokens in their place are known.
 """
 
@@ -36,13 +36,13 @@ from medha_worker.model.sampler import SequenceSampler
 from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.guess_rounds import (
-    Drawing,
     Followed,
     Guesses,
-    draw_rounds,
-    drawn,
+    Proposing,
     goes_on,
     known_tokens,
+    propose_rounds,
+    proposed,
 )
 from medha_worker.rank.kv_parallel_plan import LOCAL, Ids
 from medha_worker.rank.lane_plan import PlannedEntry
@@ -78,16 +78,16 @@ class _Following:
 
 @dataclass(slots=True)
 class _Run:
-    """The tokens of a sequence that are computed now, up to `stop`, and how many guesses are drawn after them."""
+    """The tokens of a sequence that are computed now, up to `stop`, and how many guesses are proposed after them."""
 
     planned: PlannedEntry
     following: _Following
     stop: int
-    draws: int = 0
+    proposes: int = 0
 
 
 class Drafter:
-    """Follows the sequences of a lane with a draft model if a step asks for it, and draws guesses."""
+    """Follows the sequences of a lane with a draft model if a step asks for it, and proposes guesses."""
 
     def __init__(
         self, model: Transformer, kv_cache: KVCache, vocab_size: int, *, host_blocks: int = 0
@@ -170,11 +170,11 @@ class Drafter:
         return _Following(len(one.table), int(min(computed, start)), int(min(computed, start)))
 
     def follow(self, computed: Sequence[Computed], results: Sequence[Result]) -> Guesses:
-        """Compute the tokens that entries ask for, after the step that has sampled `results`, and draw their guesses.
+        """Compute the tokens that entries ask for, after the step that has sampled `results`, and propose their guesses.
 
         If this fails, the step remains valid, and there are no guesses.
         """
-        asked = [one.planned for one in computed if one.entry.draws or one.entry.follows]
+        asked = [one.planned for one in computed if one.entry.proposes or one.entry.follows]
         if not asked:
             return ()
         try:
@@ -188,25 +188,27 @@ class Drafter:
         if not runs:
             return ()
         fed: list[tuple[TokenIds, SequenceSpan]] = []
-        drawing: list[Drawing] = []
+        proposing: list[Proposing] = []
         row = 0
         for run in runs:
             ids = run.planned.sequence.tokens(run.following.computed, run.stop)
             fed.append((ids, SequenceSpan(row, len(ids), run.following.computed, run.planned.table)))
             row += len(ids)
-            if run.draws:
+            if run.proposes:
                 assert run.following.standing_in is not None
-                drawing.append(Drawing(run.planned, run.following.standing_in, run.stop, run.draws, row - 1))
+                proposing.append(
+                    Proposing(run.planned, run.following.standing_in, run.stop, run.proposes, row - 1)
+                )
         hidden = self._forward(fed)
         for run in runs:
             self._computed(run)
-        if drawing:
-            rows = self._model.device.place(torch.tensor([one.row for one in drawing]))
-            draw_rounds(self._sampler, drawing, self._logits(hidden.index_select(0, rows)), self._behind)
-        guesses = {id(one.planned): tuple(one.guesses) for one in drawing}
+        if proposing:
+            rows = self._model.device.place(torch.tensor([one.row for one in proposing]))
+            propose_rounds(self._sampler, proposing, self._logits(hidden.index_select(0, rows)), self._behind)
+        guesses = {id(one.planned): tuple(one.guesses) for one in proposing}
         for run in runs:
             run.following.guesses = guesses.get(id(run.planned), ())
-        return drawn(drawing)
+        return proposed(proposing)
 
     def _run(self, one: PlannedEntry, result: Result | None) -> _Run | None:
         """Return what the draft model computes of an entry's sequence; None for nothing."""
@@ -215,20 +217,20 @@ class Drafter:
         if sampler is None or following is None:
             return None
         start = one.entry.extents[0].start
-        may_draw = goes_on(result)
-        known = known_tokens(one, result) if may_draw else start
+        may_propose = goes_on(result)
+        known = known_tokens(one, result) if may_propose else start
         following.settle(one.sequence, known - 1)  # a guess needs the hidden state of the token before it
-        draws = 0
-        if may_draw and sampler.mask is None and following.computed + one.entry.follows >= start:
+        proposes = 0
+        if may_propose and sampler.mask is None and following.computed + one.entry.follows >= start:
             # Each guess needs the KV of the token before it, for which the sequence's blocks must have room.
             room = len(one.table) * self._kv_cache.block_tokens - known + 1
-            draws = max(min(one.entry.draws, room), 0)
-        stop = known if draws else min(following.computed + one.entry.follows, start)
+            proposes = max(min(one.entry.proposes, room), 0)
+        stop = known if proposes else min(following.computed + one.entry.follows, start)
         if stop <= following.computed:
             return None
-        if draws and following.standing_in is None:
+        if proposes and following.standing_in is None:
             following.standing_in = sampler.ahead()
-        return _Run(one, following, stop, draws)
+        return _Run(one, following, stop, proposes)
 
     def _computed(self, run: _Run) -> None:
         """Note the tokens of a run as computed, with their blocks."""
@@ -248,7 +250,7 @@ class Drafter:
         step = self._model.prepare(torch.from_numpy(positions), spans, self._kv_cache)
         return self._model.forward(torch.from_numpy(ids.astype(np.int64)), step)
 
-    def _behind(self, going: Sequence[Drawing]) -> Tensor:
+    def _behind(self, going: Sequence[Proposing]) -> Tensor:
         """Compute the last guess of each sequence, and return the logits of the next ones."""
         runs = []
         for row, one in enumerate(going):

@@ -466,12 +466,12 @@ class Loaded:
         if [one.kv_cache for one in self._host_blocks] != pools:
             self._host_blocks = [HostBlocks(pool, blocks) for pool in pools]
         rates = [one.seconds_per_block(time.perf_counter) for one in self._host_blocks]
-        fetch_seconds, demote_seconds = (sum(each) for each in zip(*rates, strict=True))
+        fetch_seconds, offload_seconds = (sum(each) for each in zip(*rates, strict=True))
         _log.info(
-            "the host tier holds %d tokens, in blocks of %d; a block of %.1f KiB is fetched in %.3g ms and demoted in %.3g ms",
-            blocks * kv_cache.block_tokens, kv_cache.block_tokens, block_bytes / 1024, 1e3 * fetch_seconds, 1e3 * demote_seconds,
+            "the host tier holds %d tokens, in blocks of %d; a block of %.1f KiB is fetched in %.3g ms and offloaded in %.3g ms",
+            blocks * kv_cache.block_tokens, kv_cache.block_tokens, block_bytes / 1024, 1e3 * fetch_seconds, 1e3 * offload_seconds,
         )  # fmt: skip
-        return HostTierFigures(blocks, block_bytes, fetch_seconds, demote_seconds)
+        return HostTierFigures(blocks, block_bytes, fetch_seconds, offload_seconds)
 
     def _streaming(self, kv_cache: KVCache, grid: Mesh | None) -> StreamingFigures | None:
         """Take the memory from which KV is streamed, and measure its reads; None if none is wanted.
@@ -516,7 +516,9 @@ class Loaded:
             fault = ""
             try:
                 if not self._weights:
-                    raise OSError(f"the checkpoint in {settings.model_directory} cannot be told from others")
+                    raise OSError(
+                        f"the checkpoint in {settings.model_directory} cannot be distinguished from others"
+                    )
                 files.acquire()
                 files.delete_ranks_from(settings.topology.ranks)
                 self._disk_seconds = files.measured_seconds(time.perf_counter)
@@ -546,7 +548,9 @@ class Loaded:
             digest = blake2b(identity.encode(), digest_size=16).hexdigest()
             try:
                 if not self._content:
-                    raise OSError(f"the checkpoint in {settings.model_directory} cannot be told from others")
+                    raise OSError(
+                        f"the checkpoint in {settings.model_directory} cannot be distinguished from others"
+                    )
                 self._peers = peer_blocks(
                     settings.peer_endpoint, host, digest, spec.plane, settings.peer_bytes_endpoint
                 )
@@ -571,7 +575,7 @@ class Loaded:
             try:
                 if not self._content:
                     raise StoreFailed(
-                        f"the checkpoint in {settings.model_directory} cannot be told from others"
+                        f"the checkpoint in {settings.model_directory} cannot be distinguished from others"
                     )
                 objects, self._store_key = opened_within(
                     lambda: KvObjects(spec, identity, host.block_bytes), _STORE_SECONDS

@@ -193,7 +193,7 @@ class Executor:
         return self._state.missing_prompts(step)
 
     def prepare(self, step: Step) -> None:
-        """Apply the step's publishes, releases and forgets.
+        """Apply the step's inserts, releases and forgets.
 
         Ids that arrive after this call belong to sequences that the step admits.
 
@@ -309,12 +309,12 @@ class Executor:
     def _draft(
         self, computed: Sequence[Computed], results: Sequence[Result]
     ) -> tuple[Guesses, Followed, float]:
-        """Let a draft model or head draw the guesses that entries ask for; return them, its progress, and its seconds."""
+        """Let a draft model or head propose the guesses that entries ask for; return them, its progress, and its seconds."""
         if self._drafter is None:
             return (), (), 0.0
         self._kv_cache.await_layers()  # a head's layer comes after those of the model
         followed = self._drafter.note(computed, results)
-        if not any(one.entry.draws or one.entry.follows for one in computed):
+        if not any(one.entry.proposes or one.entry.follows for one in computed):
             return (), followed, 0.0
         self._model.device.synchronise()  # a head's work along with the step is part of the step's time
         started = self._clock()

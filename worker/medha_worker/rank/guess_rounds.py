@@ -1,4 +1,4 @@
-"""Draws guesses in rounds: one for each sequence in a round.
+"""Proposes guesses in rounds: one for each sequence in a round.
 
 A guess is sampled with the parameters of its sequence and the random numbers of its position, as a token is. So a drafter
 that agrees with the model on the likely tokens mostly agrees on the sampled one, too. Grammars and log-probabilities are
@@ -24,20 +24,20 @@ Followed = tuple[tuple[str, int], ...]
 
 
 @dataclass(slots=True)
-class Drawing:
-    """A sequence for which guesses are drawn after its `known` tokens."""
+class Proposing:
+    """A sequence for which guesses are proposed after its `known` tokens."""
 
     planned: PlannedEntry
     sampler: SequenceSampler  # of guesses
     known: int
-    draws: int  # most guesses
-    row: int  # of the hidden states that the next guess is drawn from
+    proposes: int  # most guesses
+    row: int  # of the hidden states that the next guess is proposed from
     guesses: list[int] = field(default_factory=list)
 
     @property
     def goes_on(self) -> bool:
         """True if another guess is wanted after the last one."""
-        return 0 < len(self.guesses) < self.draws and self.guesses[-1] not in self.sampler.stop_ids
+        return 0 < len(self.guesses) < self.proposes and self.guesses[-1] not in self.sampler.stop_ids
 
 
 def known_tokens(planned: PlannedEntry, result: Result | None) -> int:
@@ -50,18 +50,18 @@ def goes_on(result: Result | None) -> bool:
     return result is not None and bool(result.sampled) and result.sampled[-1][1] is None
 
 
-def draw_rounds(
+def propose_rounds(
     sampler: TokenSampler,
-    drawing: Sequence[Drawing],
+    proposing: Sequence[Proposing],
     logits: Tensor,
-    compute: Callable[[Sequence[Drawing]], Tensor],
+    compute: Callable[[Sequence[Proposing]], Tensor],
 ) -> None:
-    """Draw the guesses of all sequences.
+    """Propose the guesses of all sequences.
 
     `logits` are those of the first guesses, [sequences, vocab]. `compute` computes the last guesses of sequences, and
     returns the logits of the next ones.
     """
-    going = list(drawing)
+    going = list(proposing)
     while going:
         for one in going:
             one.sampler.position = one.known + len(one.guesses)
@@ -70,12 +70,12 @@ def draw_rounds(
             if isinstance(token, SampledToken):
                 one.guesses.append(token.token)
             else:
-                one.draws = 0
+                one.proposes = 0
         going = [one for one in going if one.goes_on]
         if going:
             logits = compute(going)
 
 
-def drawn(drawing: Sequence[Drawing]) -> Guesses:
-    """Return the guesses that were drawn."""
-    return tuple((one.planned.entry.id, tuple(one.guesses)) for one in drawing if one.guesses)
+def proposed(proposing: Sequence[Proposing]) -> Guesses:
+    """Return the guesses that were proposed."""
+    return tuple((one.planned.entry.id, tuple(one.guesses)) for one in proposing if one.guesses)

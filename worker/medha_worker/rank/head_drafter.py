@@ -35,13 +35,13 @@ from medha_worker.model.sampler import SequenceSampler
 from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.guess_rounds import (
-    Drawing,
     Followed,
     Guesses,
-    draw_rounds,
-    drawn,
+    Proposing,
     goes_on,
     known_tokens,
+    propose_rounds,
+    proposed,
 )
 from medha_worker.rank.kv_parallel_plan import LOCAL
 from medha_worker.rank.sampled_tokens import Computed, Result
@@ -69,7 +69,7 @@ class _Part:
 
 
 class HeadDrafter:
-    """Computes a prediction head along with the steps of a lane, and draws guesses where steps ask for them."""
+    """Computes a prediction head along with the steps of a lane, and proposes guesses where steps ask for them."""
 
     def __init__(self, head: PredictionHead, kv_cache: KVCache, model: Transformer) -> None:
         """`kv_cache` is the head's layer of the pool of the served model, which is `model`."""
@@ -122,31 +122,31 @@ class HeadDrafter:
         return ()
 
     def follow(self, computed: Sequence[Computed], results: Sequence[Result]) -> Guesses:
-        """Draw the guesses that entries ask for, after the positions that `note` has computed.
+        """Propose the guesses that entries ask for, after the positions that `note` has computed.
 
         If this fails, the step remains valid, and there are no guesses.
         """
         sampled = {id(one.planned): one for one in results}
-        drawing = [
+        proposing = [
             one
             for each in computed
-            if (one := self._drawing(each, sampled.get(id(each.planned)))) is not None
+            if (one := self._proposing(each, sampled.get(id(each.planned)))) is not None
         ]
-        if not drawing or self._hidden is None:
+        if not proposing or self._hidden is None:
             return ()
         try:
-            rows = self._head.device.place(torch.tensor([one.row for one in drawing]))
+            rows = self._head.device.place(torch.tensor([one.row for one in proposing]))
             self._hidden = self._hidden.index_select(0, rows)
-            for row, one in enumerate(drawing):
+            for row, one in enumerate(proposing):
                 one.row = row
-            draw_rounds(self._sampler, drawing, self._logits(self._hidden), self._behind)
+            propose_rounds(self._sampler, proposing, self._logits(self._hidden), self._behind)
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the engine lives on
-            _log.warning("the prediction head has failed for %d guesses: %s", len(drawing), error)
+            _log.warning("the prediction head has failed for %d guesses: %s", len(proposing), error)
             return ()
-        return drawn(drawing)
+        return proposed(proposing)
 
-    def _drawing(self, computed: Computed, result: Result | None) -> Drawing | None:
-        """Return the guesses that are drawn for an entry; None for none."""
+    def _proposing(self, computed: Computed, result: Result | None) -> Proposing | None:
+        """Return the guesses that are proposed for an entry; None for none."""
         planned, sampler = computed.planned, computed.planned.sequence.sampler
         row = self._last.get(computed.entry.id)
         if row is None or sampler is None or sampler.mask is not None or not goes_on(result):
@@ -154,15 +154,15 @@ class HeadDrafter:
         known = known_tokens(planned, result)
         # Each guess but the first needs the KV of the guess before it, for which the sequence's blocks must have room.
         room = len(planned.table) * self._kv_cache.block_tokens - known + 2
-        draws = min(computed.entry.draws, room)
-        if draws < 1:
+        proposes = min(computed.entry.proposes, room)
+        if proposes < 1:
             return None
         standing_in = self._standing_in.get(sampler)
         if standing_in is None:
             standing_in = self._standing_in[sampler] = sampler.ahead()
-        return Drawing(planned, standing_in, known, draws, row)
+        return Proposing(planned, standing_in, known, proposes, row)
 
-    def _behind(self, going: Sequence[Drawing]) -> Tensor:
+    def _behind(self, going: Sequence[Proposing]) -> Tensor:
         """Compute the last guess of each sequence, and return the logits of the next ones."""
         assert self._hidden is not None
         before = self._hidden

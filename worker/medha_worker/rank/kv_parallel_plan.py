@@ -59,7 +59,7 @@ class SpreadEntry:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Lanes that hold, or come to hold, something that a row of the entry sees."""
+        """Lanes that hold, after this step, any KV that a row of the entry attends to."""
         return self.shards.participants(self.extents[-1].last + 1)
 
     def seen_on(self, window_tokens: int | None) -> tuple[int, ...]:

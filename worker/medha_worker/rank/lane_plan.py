@@ -65,7 +65,7 @@ class PlannedEntry:
 
     @property
     def scored_rows(self) -> int:
-        """Number of its rows, from the first one on, for which the next prompt token's log-probability is asked for."""
+        """Number of leading rows for which the log-probability of the next prompt token is requested."""
         if self.sequence.alternatives is None or self.entry.drafts:
             return 0
         extents, prompt_tokens = self.entry.extents, len(self.sequence.prompt)

@@ -170,7 +170,7 @@ class LaneState:
     # --- replay of steps ----------------------------------------------------------------------------
 
     def release(self, step: Step) -> None:
-        """Apply the step's publishes, releases and forgets.
+        """Apply the step's inserts, releases and forgets.
 
         Raises:
             PartFailed: the step does not match this state.
@@ -179,9 +179,9 @@ class LaneState:
             raise PartFailed(f"step {step.step_id} is of epoch {step.epoch}; this rank is in {self.epoch}")
         if step.state_hash is not None or step.state_hashes:
             self.replica.note_windows()
-        for publish in step.publishes:
-            self.sequence(publish.id, step)
-        self.replica.publish(step.publishes)
+        for insert in step.inserts:
+            self.sequence(insert.id, step)
+        self.replica.insert(step.inserts)
         for name in step.releases:
             self.sequence(name, step)
             self.replica.release(name)

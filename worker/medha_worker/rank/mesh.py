@@ -264,7 +264,7 @@ class Mesh:
         return [int(token) for token in ids.tolist()]
 
     def lane_bytes_per_second(self, clock: Callable[[], float]) -> float:
-        """Measure the rate to the next lane while as much arrives from the previous one; 0 for a single lane.
+        """Measure the rate at which this rank sends to the next lane while the previous lane sends to it; 0 for a single lane.
 
         All ranks measure together. `clock` returns seconds.
         """
@@ -285,7 +285,7 @@ class Mesh:
         return _PROBE_BYTES / max(min(seconds), 1e-9)
 
     def close(self) -> None:
-        """Close the connections, by which ranks that wait for this one notice at once that it has left."""
+        """Close the connections, so that ranks that wait for this one notice at once that it has left."""
         self._sent_tokens.forget()
         self.plane.close()
         del self._everyone, self._gathering, self._store

@@ -51,7 +51,7 @@ _log = logging.getLogger("medha.peers")
 
 
 class PeerFailed(Exception):
-    """Another replica's rank does not give what its ticket promised."""
+    """Another replica's rank does not give what its ticket offered."""
 
 
 @dataclass(slots=True, eq=False)

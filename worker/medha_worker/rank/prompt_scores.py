@@ -36,7 +36,8 @@ class PromptScorer:
     """Computes the log-probabilities that entries of a step ask for."""
 
     def __init__(self, logits: Callable[[Tensor], Tensor | None], device: Device, vocab_size: int) -> None:
-        """`logits` takes hidden states [rows, hidden]; it returns None on a rank that only contributes to another's."""
+        """`logits` takes hidden states [rows, hidden]; it returns None on a rank that only contributes to the logits of another
+        rank."""
         self._logits = logits
         self._device = device
         self._block_rows = rows_of_a_block(vocab_size)

@@ -28,7 +28,7 @@ _FREE_BYTES = 4096  # of a frame's largest size, beside the blocks
 
 
 class NotSealed(Exception):
-    """Bytes are not those that the answer with their key has promised."""
+    """The received bytes are not those that the answer announced with their key."""
 
 
 class SealedGiving:
@@ -87,7 +87,9 @@ class SealedTaking:
             return None
         sealed = self._opened.socket.recv(copy=False).buffer
         if len(sealed) != size_bytes + _TAG_BYTES or size_bytes > len(self._plain):
-            raise NotSealed("other bytes have come than the answer promised")
+            raise NotSealed(
+                f"{len(sealed)} bytes were received, and the answer announced {size_bytes + _TAG_BYTES}"
+            )
         plain = self._plain[:size_bytes]
         try:
             AESGCM(bytes.fromhex(key)).decrypt_into(_NONCE, sealed, None, plain.data)

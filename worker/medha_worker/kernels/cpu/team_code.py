@@ -29,8 +29,8 @@ PART = ir.FunctionType(VOID, [POINTER, INT64, INT64, INT64])
 """`void (int64 *call, int64 part, int64 parts, int64 thread)`: computes one of equal parts of a call."""
 
 _CLOCK_MONOTONIC = 1  # of Linux
-_SPINS = 4000  # looks for a ticket before a helper sleeps
-_SPINS_BEFORE_YIELD = 1000  # looks of the caller for the end of a part before it gives way to other processes
+_SPINS = 4000  # polls for a ticket before a helper sleeps
+_SPINS_BEFORE_YIELD = 1000  # polls of the caller for the end of a part before it gives way to other processes
 
 
 class _TeamBuilder(VectorBuilder):
@@ -74,9 +74,9 @@ def _emit_take(module: ir.Module, *, pauses: bool) -> ir.Function:
     function.linkage = "internal"
     team, thread = function.args
     code = _TeamBuilder(function, team, pauses=pauses)
-    look, some, taken, none = (code.append_basic_block(name) for name in ("look", "some", "taken", "none"))
-    code.branch(look)
-    code.position_at_end(look)
+    poll, some, taken, none = (code.append_basic_block(name) for name in ("poll", "some", "taken", "none"))
+    code.branch(poll)
+    code.position_at_end(poll)
     ticket = code.read("ticket")
     left = code.and_(ticket, code.number(MOST_PARTS - 1))
     code.cbranch(code.icmp_signed(">", left, code.number(0)), some, none)
@@ -85,7 +85,7 @@ def _emit_take(module: ir.Module, *, pauses: bool) -> ir.Function:
     lowered = code.cmpxchg(
         code.field("ticket"), ticket, code.sub(ticket, code.number(1)), "seq_cst", "seq_cst"
     )
-    code.cbranch(code.extract_value(lowered, 1), taken, look)
+    code.cbranch(code.extract_value(lowered, 1), taken, poll)
     code.position_at_end(taken)
     part = code.sub(parts, left)
     compute = code.inttoptr(address, PART.as_pointer())
@@ -130,17 +130,17 @@ def _emit_run(module: ir.Module, take: ir.Function, *, pauses: bool) -> None:
     finished = code.nanoseconds()
     code.branch(again)
     code.position_at_end(again)
-    looks = code.phi(INT64)
-    looks.add_incoming(code.number(0), wait)
+    polls = code.phi(INT64)
+    polls.add_incoming(code.number(0), wait)
     code.cbranch(code.icmp_signed("==", code.read("unfinished"), code.number(0)), end, waits)
     code.position_at_end(waits)
     code.pause()
-    more = code.plus(looks, 1)
-    looks.add_incoming(more, waits)
+    more = code.plus(polls, 1)
+    polls.add_incoming(more, waits)
     code.cbranch(code.icmp_signed("<", more, code.number(_SPINS_BEFORE_YIELD)), again, yields)
     code.position_at_end(yields)
     code.library("sched_yield")
-    looks.add_incoming(more, yields)
+    polls.add_incoming(more, yields)
     code.branch(again)
     code.position_at_end(end)
     each = code.sdiv(code.sub(finished, began), code.larger(taken, 1))
@@ -154,22 +154,22 @@ def _emit_help(module: ir.Module, take: ir.Function, *, pauses: bool) -> None:
     function = ir.Function(module, ir.FunctionType(VOID, [POINTER, INT64]), "help")
     team, thread = function.args
     code = _TeamBuilder(function, team, pauses=pauses)
-    awake, look, idle, doze, sleep, stop = (
-        code.append_basic_block(name) for name in ("awake", "look", "idle", "doze", "sleep", "stop")
+    awake, poll, idle, doze, sleep, stop = (
+        code.append_basic_block(name) for name in ("awake", "poll", "idle", "doze", "sleep", "stop")
     )
     code.branch(awake)
     code.position_at_end(awake)
-    code.branch(look)
-    code.position_at_end(look)
-    looks = code.phi(INT64)
-    looks.add_incoming(code.number(0), awake)
+    code.branch(poll)
+    code.position_at_end(poll)
+    polls = code.phi(INT64)
+    polls.add_incoming(code.number(0), awake)
     took = code.call(take, [team, thread])
     code.cbranch(code.icmp_signed("==", took, code.number(1)), awake, idle)
     code.position_at_end(idle)
     code.pause()
-    more = code.plus(looks, 1)
-    looks.add_incoming(more, idle)
-    code.cbranch(code.icmp_signed("<", more, code.number(_SPINS)), look, doze)
+    more = code.plus(polls, 1)
+    polls.add_incoming(more, idle)
+    code.cbranch(code.icmp_signed("<", more, code.number(_SPINS)), poll, doze)
     code.position_at_end(doze)
     # A ticket that is published after this wakes this thread; one that was published before is seen here.
     code.change("add", "sleepers", 1)

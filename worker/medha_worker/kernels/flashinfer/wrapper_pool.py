@@ -23,7 +23,7 @@ from medha_worker.kernels.protocol import KernelSizes
 _LEAST_PARTIALS_BYTES = 128 << 20
 # FlashInfer splits keys until there are two parts for each processor of a GPU. The GPUs that images have modules for
 # (`compiled_modules.ARCHITECTURES`) have no more processors than this.
-# A part holds a tile of rows, each of one head: so many rows of a chunk, and fewer of decodes.
+# A part holds one tile: `_CHUNK_TILE` (row, head) pairs of a chunk, or `_DECODE_TILE` of decodes.
 _MOST_PROCESSORS, _CHUNK_TILE, _DECODE_TILE = 160, 128, 16
 # The plan of captured decodes takes some bytes for each row and part. FlashInfer's own buffer is eight times as large, and
 # there are dozens of captures.
