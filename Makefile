@@ -158,7 +158,7 @@ release-check: $(STAMP) ## compare a release's files with its manifest; FOLDER=d
 	@$(RELEASE) check $(FOLDER)
 
 .PHONY: gen
-gen: $(STAMP) ## write the generated files: the version where it stands, crds/, charts/, dashboards/, docs/cli.md, docs/http-fields.md, docs/metrics.md, docs/modules.md, tables of docs/gpu.md, docs/models.md, docs/performance.md and docs/performance-models.md
+gen: $(STAMP) ## write the generated files: the version where it stands, crds/, charts/, dashboards/, docs/cli.md, docs/http-fields.md, docs/metrics.md, docs/modules.md, tables of docs/gpu.md, docs/models.md and the pages of docs/performance*.md
 	PYTHONPATH=release $(BIN)/python -m medha_release.versions
 	$(BIN)/python -m medha_cli.reference docs
 	$(BIN)/python -m medha_operator.crds crds

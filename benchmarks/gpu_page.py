@@ -1,7 +1,8 @@
-"""Write the tables of docs/gpu.md that come from runs on a GPU: `python benchmarks/gpu_page.py`, a part of `make gen`.
+"""Write the tables that come from runs on a GPU: `python benchmarks/gpu_page.py`, a part of `make gen`.
 
-They are read from `results/gpu.json` and `results/gpu_served.json`. Predicted times are those of the core's predictor for the
-same GPU, model and step: the scheduler plans with them.
+docs/gpu.md has what they proved, and docs/performance-gpu.md how long it took. Both are read from `results/gpu.json` and
+`results/gpu_served.json`. Predicted times are those of the core's predictor for the same GPU, model and step: the scheduler
+plans with them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from gpu_sources import sources
@@ -19,7 +21,7 @@ from medha.cost.hardware import H100, H200, LLAMA3_8B, Hardware, profile_for
 from medha.cost.predictor import Predictor, Work
 from medha.topology import Topology
 
-PAGE = ROOT / "docs" / "gpu.md"
+PROVED, TIMES = ROOT / "docs" / "gpu.md", ROOT / "docs" / "performance-gpu.md"
 _ONE = Topology(1, 1, 1)
 _POLICIES = {"convoy": "Default policy", "lars": "`policy: lars`", "fcfs": "`policy: fcfs`"}
 """Part of `gpu_served.json` -> the policy that served."""
@@ -177,12 +179,16 @@ def _chunk_lines(chunks: Row) -> list[str]:
     ]
 
 
-def _served(found: Row) -> str:
+def _served(found: Row, has_times: bool) -> str:
+    """Return the table of `gpu_served.json`: the times of requests, or what their answers proved."""
     parts: dict[str, Any] = found["parts"]
     latest, rows = found["revision"], []
 
-    def add(part: str, what: str, result: str) -> None:
-        rows.append([what if parts[part].get("revision", latest) == latest else f"{what} (earlier)", result])
+    def add(part: str, what: str, result: str, is_time: bool = True) -> None:
+        if is_time is has_times:
+            rows.append(
+                [what if parts[part].get("revision", latest) == latest else f"{what} (earlier)", result]
+            )
 
     if alone := parts.get("alone"):
         for one in alone["first_tokens"]:
@@ -197,11 +203,8 @@ def _served(found: Row) -> str:
         cached = alone["cached"]
         add("alone", f"{cached['tokens']:,} tokens that come again, from the prefix cache",
             f"{cached['again_seconds']:.3f} s instead of {cached['first_seconds']:.3f} s")  # fmt: skip
-        add(
-            "alone",
-            "An answer that has to match a JSON schema",
-            "matches" if alone["schema"]["valid"] else "does not match",
-        )
+        add("alone", "An answer that has to match a JSON schema",
+            "matches" if alone["schema"]["valid"] else "does not match", is_time=False)  # fmt: skip
     for name, policy in _POLICIES.items():
         if one := parts.get(name):
             longs = " and ".join(f"{seconds:.1f}" for seconds in one["document_first"])
@@ -211,14 +214,18 @@ def _served(found: Row) -> str:
                 f"{longs} s; {1e3 * one['stream_gap_p99']:.0f} ms")  # fmt: skip
     if one := parts.get("exact"):
         add("exact", "`batchInvariant`: texts beside others and a document, against those of an idle replica",
-            f"{one['equal_beside_others']} of {one['texts']} equal")  # fmt: skip
+            f"{one['equal_beside_others']} of {one['texts']} equal", is_time=False)  # fmt: skip
         add("exact", "`batchInvariant`: text of a stream whose rank is killed by `kill -9`",
-            f"{'equal' if one['killed_text_equal'] else 'differs'}; the stream paused for {one['recovered_seconds']:.0f} s")  # fmt: skip
+            f"{'equal' if one['killed_text_equal'] else 'differs'}; the stream paused for {one['recovered_seconds']:.0f} s", is_time=False)  # fmt: skip
     for name, determinism in _OF_TIERS.items():
         if one := parts.get(name):
-            add(name, f"`{determinism}`: {one['documents']} documents of {one['tokens']:,} tokens, more than the pool holds, again from the host tier",
-                f"first token {min(one['again_seconds']):.3f} s instead of {one['first_seconds']:.3f} s; "
-                f"{one['texts_equal']} of {one['texts']} texts equal")  # fmt: skip
+            what = f"`{determinism}`: {one['documents']} documents of {one['tokens']:,} tokens, more than the pool holds, again from the host tier"
+            add(
+                name,
+                what,
+                f"first token {min(one['again_seconds']):.3f} s instead of {one['first_seconds']:.3f} s",
+            )
+            add(name, what, f"{one['texts_equal']} of {one['texts']} texts equal", is_time=False)
     head = f"`medha up` on one {found['device']}, with random weights of Llama-3-8B's shape in bfloat16 (`python benchmarks/gpu_served.py`):"
     foot = (
         'Rows marked "earlier" ran before large chunks were computed by FlashInfer\'s "fa3".'
@@ -228,22 +235,26 @@ def _served(found: Row) -> str:
     return "\n\n".join(filter(None, [head, _table(["What", "Result"], rows), foot]))
 
 
-def page() -> str:
-    """Return docs/gpu.md with its tables of results as they have to be."""
-    found = _results("gpu")
-    parts, text = found["parts"], PAGE.read_text(encoding="utf-8")
-    for name, content in {
-        "on a GPU": _proved(parts, found["sources"], sources()),
-        "speeds": _speeds(parts),
-        "served": _served(_results("gpu_served")),
-    }.items():
+def page(path: Path) -> str:
+    """Return one of the two pages with its tables of results as they have to be."""
+    found, served = _results("gpu"), _results("gpu_served")
+    parts, text = found["parts"], path.read_text(encoding="utf-8")
+    sections = {
+        PROVED: {
+            "on a GPU": _proved(parts, found["sources"], sources()),
+            "served": _served(served, has_times=False),
+        },
+        TIMES: {"served": _served(served, has_times=True), "speeds": _speeds(parts)},
+    }
+    for name, content in sections[path].items():
         section = re.compile(
             rf"(?<=<!-- {name}: written by `make gen` -->\n).*?(?=<!-- /{name} -->)", re.DOTALL
         )
-        assert section.search(text), f"docs/gpu.md has no section {name!r}"
+        assert section.search(text), f"{path.name} has no section {name!r}"
         text = section.sub(lambda _, content=content: f"\n{content}\n\n", text, count=1)  # type: ignore[misc]
     return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for path in (PROVED, TIMES):
+        path.write_text(page(path), encoding="utf-8")

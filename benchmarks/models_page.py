@@ -1,6 +1,6 @@
 """Write the computed tables of three pages: `python benchmarks/models_page.py`, a part of `make gen`.
 
-The pages are docs/models.md, docs/speculation.md and docs/performance-models.md. Step times of latent attention on GPUs are
+The pages are docs/models.md, docs/performance-speculation.md and docs/performance-models.md. Step times of latent attention on GPUs are
 those of the planner (`medha plan`); those of a CPU are read from `results/latents.json`. Rates of served models come from
 `results/serve_models.json`, those of guesses from `results/speculate.json`, and what experts on lanes would cost from
 `results/experts.json`. The files that a family touches are those that name it.
@@ -247,7 +247,7 @@ def _family() -> str:
 
 PAGES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     ROOT / "docs" / "models.md": {"a family": _family},
-    ROOT / "docs" / "speculation.md": {"guesses on a CPU": _guesses},
+    ROOT / "docs" / "performance-speculation.md": {"guesses on a CPU": _guesses},
     ROOT / "docs" / "performance-models.md": {
         "served models": _served,
         "latents on GPUs": _latents,

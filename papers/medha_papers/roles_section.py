@@ -26,7 +26,8 @@ difference from four that do both, in points, with its 95 % interval over {seeds
 With a tight TPOT target, a step of a mixed replica has little time for prefill beside its decodes, so prompts wait. A decode replica has
 no prefill, and a prefill replica needs no small steps. With a loose target, there is time for both, and each prompt can use any replica.
 A wrong split costs more than roles bring: too few prefill replicas miss TTFT targets, and too few decode replicas TPOT targets. The pause at
-a move is {pause_seconds:.1f} s at most for 99 of 100 requests. [roles.md](roles.md#when-it-pays) has two replicas, and slow reads.
+a move is {pause_seconds:.1f} s at most for 99 of 100 requests. [performance-kv-tiers.md](performance-kv-tiers.md#simulated) has
+two replicas, and slow reads.
 """
 
 

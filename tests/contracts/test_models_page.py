@@ -1,4 +1,4 @@
-"""Computed tables of docs/models.md and docs/performance-models.md are what their script says."""
+"""Computed tables of docs/models.md and of the pages with measurements of models and guesses are what their script says."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from benchmark import benchmark
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODELS, PERFORMANCE = DOCS / "models.md", DOCS / "performance-models.md"
+GUESSES = DOCS / "performance-speculation.md"
 
 
-@pytest.mark.parametrize("page", [MODELS, PERFORMANCE])
+@pytest.mark.parametrize("page", [MODELS, PERFORMANCE, GUESSES])
 def test_tables_are_those_of_the_planner_the_results_files_and_the_sources(page: Path) -> None:
     assert benchmark("models_page").page(page) == page.read_text(encoding="utf-8"), "run `make gen`"
 

@@ -79,7 +79,7 @@ def wide_rows(sizes: KernelSizes, capability: tuple[int, int], processors: int) 
 
     Its tiles are 128 rows of one head, and unlike "fa2" it does not split keys among processors. So it is faster where nearly
     all of them have a tile: on an H200, for 32 heads of 128 values behind 524,288 tokens, 512 rows ran at 527 TFLOP/s against 344,
-    and 32 rows at 36 against 292 (docs/gpu.md).
+    and 32 rows at 36 against 292 (docs/performance-gpu.md).
 
     Args:
         sizes: Heads and widths of the model's part.
