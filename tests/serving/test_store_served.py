@@ -1,4 +1,4 @@
-"""Replicas that share a store of files: the second reads what the first has computed, and the texts are the same."""
+"""Replicas that share a store of files: the second reads what the first has computed, one of another grid finds nothing, and all texts are the same."""
 
 from __future__ import annotations
 
@@ -58,18 +58,21 @@ def wait_written(served: Served, timeout_seconds: float = 30) -> None:
 
 
 @pytest.mark.long
-def test_a_second_replica_reads_what_the_first_has_computed(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_second_replica_reads_what_the_first_has_computed_and_one_of_another_grid_does_not(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     config = ModelConfig.from_directory(checkpoint)
     token_bytes = 4 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
     replicas: list[Served] = []
     try:
-        for name in ("first", "second"):
+        for name, tensor in (("first", 1), ("second", 1), ("of another grid", 2)):
             port = free_port()
             manifest = write_manifest(
                 tmp_path / f"{name}.yaml",
                 checkpoint,
                 port,
                 model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 16384},
+                parallelism={"tensor": tensor, "stream": 1, "kv": 1},
                 kvCache={
                     "size": str(4 * DOCUMENT_TOKENS * token_bytes),
                     "blockSizeTokens": BLOCK_TOKENS,
@@ -86,15 +89,17 @@ def test_a_second_replica_reads_what_the_first_has_computed(checkpoint: Path, tm
             served.wait_idle()
             if served is replicas[0]:
                 wait_written(served)
-        first, second = texts
-        assert [text for text, _ in second] == [text for text, _ in first]
-        assert [cached for _, cached in first] == [0] * 4
+        first, second, third = texts
+        assert [text for text, _ in second] == [text for text, _ in third] == [text for text, _ in first]
+        assert [cached for _, cached in (*first, *third)] == [0] * 8, "slices of another grid are never read"
         pages = [served.controller_page() for served in replicas]
         assert total(pages[1], "medha_store_tier_lookups_total") > 0
         # On a slow machine, a request may not wait until its load ends.
         assert total(pages[1], "medha_store_tier_loaded_bytes_total") > 0
-        assert [total(page, "medha_store_tier_failures_total") for page in pages] == [0, 0]
-        assert [total(page, "medha_store_tier_rests") for page in pages] == [0, 0]
+        assert total(pages[2], "medha_store_tier_lookups_total") > 0
+        assert total(pages[2], "medha_store_tier_loaded_bytes_total") == 0
+        assert [total(page, "medha_store_tier_failures_total") for page in pages] == [0, 0, 0]
+        assert [total(page, "medha_store_tier_rests") for page in pages] == [0, 0, 0]
         assert len((tmp_path / "shared" / "hash-key").read_text()) == 64
         there = set((tmp_path / "shared").rglob("*.kv"))
         asked = [answer(replicas[0], number)[0] for number in (4, 5)]
