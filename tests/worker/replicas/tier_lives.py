@@ -26,7 +26,7 @@ from medha_worker.model.sampler import SampledToken, SequenceSampler
 from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.rank.peer_reader import PeerBlocks
 
-from .ranks import Ranks
+from ..ranks import Ranks
 from .test_controlled import MOST_EVENTS, VOCAB, Life
 from .test_store_on_grids import threads_of
 

@@ -7,7 +7,7 @@ import pytest
 
 from medha.observing.metric_catalogue import CATALOGUE, Metric, prompt_length_label, reference_page
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
