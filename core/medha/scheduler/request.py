@@ -167,8 +167,11 @@ class Request:
         return not self.runs_ahead and self.length < self.reserved_tokens
 
     @property
-    def is_decoding(self) -> bool:
-        """True if its prefill is over: every further step computes its last token, and the guesses that it verifies."""
+    def has_sampled(self) -> bool:
+        """True if a token was sampled here since it last got KV: every further entry of it is a decode.
+
+        `medha.scheduler.history` defines what a decode is.
+        """
         return self.emitted > 0
 
     @property
