@@ -474,7 +474,7 @@ class _Reader:
         match command:
             case Step():
                 if command.entries:
-                    self._log.stepped(command, 0.0, now)
+                    self._log.stepped(command, self._prompt_tokens, 0.0, now)
                 self._rows[command.step_id] = len(self._log.steps.at) - 1
             case Emit():
                 seen = self._log.requests[command.id]
@@ -487,6 +487,11 @@ class _Reader:
                 self._log.ended(command.id, "refused", now, f"{command.reason}: {command.detail}")
             case Failed():
                 self._log.ended(command.id, "failed", now, f"{command.reason}: {command.detail}")
+
+    def _prompt_tokens(self, name: str) -> int:
+        request = self._controller.find(name)
+        assert request is not None, f"{name} runs and is not known"
+        return request.submit.tokens
 
     def _sample(self, now: float, every_seconds: float) -> None:
         series = self._log.series

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from medha.scheduler.history import is_decode
 from medha.wire.messages import Step
 
 Ending = Literal["finished", "refused", "failed", "censored"]
@@ -130,15 +132,16 @@ class RunLog:
         assert record.ended_at is None, f"{id_} ends twice"
         record.ending, record.ended_at, record.detail = ending, now, detail
 
-    def stepped(self, step: Step, busy_seconds: float, now: float) -> None:
-        """Record that a replica launches a step."""
+    def stepped(
+        self, step: Step, prompt_tokens: Callable[[str], int], busy_seconds: float, now: float
+    ) -> None:
+        """Record that a replica launches a step; `prompt_tokens` returns the size of a sequence's prompt there."""
         decodes = prefill_tokens = 0
         for entry in step.entries:
-            extents = entry.extents
-            count = extents[0].count if len(extents) == 1 else entry.token_count
-            if count == 1 + len(entry.drafts) and entry.samples:
+            if is_decode(entry, prompt_tokens(entry.id)):
                 decodes += 1
             else:
+                count = entry.token_count
                 prefill_tokens += count
                 self.chunks.at.append(now)
                 self.chunks.context.append(entry.extents[0].start)

@@ -49,6 +49,7 @@ from medha.wire.messages import (
     Refused,
     Sampling,
     Step,
+    SteppedAside,
     StoreLookup,
     Submit,
     Tick,
@@ -438,6 +439,7 @@ class _Replica:
         self._hashes_outputs = replica.hashes_outputs
         self.load = replica.controller.load
         self.busy_seconds = 0.0
+        self._prompt_tokens: dict[str, int] = {}  # output from before a request stepped aside included
         self._files = FilesAndObjects.of(replica.controller, simulation.stored, simulation, self._reported)
 
     def start(self, now: float, *, announces: bool) -> None:
@@ -492,12 +494,15 @@ class _Replica:
         answers: list[Answer] = []
         if self._hashes_outputs and isinstance(event, Done):
             event = simulation.hashed(event, self.block_size_tokens)
+        if isinstance(event, Submit):
+            self._prompt_tokens[event.id] = event.tokens
         for command in self._controller.handle(event, now):
             if isinstance(command, Step):
                 launched = self._executor.launch(command, now)
-                self.busy_seconds += max(launched.timing.stage_seconds)
+                busy_seconds = max(launched.timing.stage_seconds)
+                self.busy_seconds += busy_seconds
                 if command.entries:
-                    simulation.log.stepped(command, max(launched.timing.stage_seconds), now)
+                    simulation.log.stepped(command, self._prompt_tokens.__getitem__, busy_seconds, now)
                 if self._executor.guesses:
                     simulation.log.guessed(command, launched.right_guesses, launched.timing.draft_seconds)
                 for at, follows in launched.events:
@@ -507,6 +512,8 @@ class _Replica:
                     simulation.kv_reads.launched(self.card.replica, self._controller, command, done_at)
                 if self._files is not None:
                     self._files.launched(command, launched.begun_at)
+            elif isinstance(command, SteppedAside):
+                self._prompt_tokens[command.id] = command.tokens
             elif isinstance(command, StoreLookup) and self._files is not None:
                 self._files.look_up(command, now)
             elif isinstance(command, KvAsk | KvTicket | KvDone):

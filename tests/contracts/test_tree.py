@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -59,12 +60,57 @@ def test_generated_pages_are_up_to_date(generated: dict[str, str]) -> None:
         assert written == text, f"docs/{name}: run `make gen` and commit the result"
 
 
-def test_the_files_that_answer_a_newcomers_questions_are_there() -> None:
+NEWCOMERS_QUESTIONS = (
+    "Where is the order of prefills decided?",
+    "What happens when a rank dies?",
+    "Where is a field of a manifest validated?",
+    "How does a chunk attend to the KV of another lane?",
+)
+
+
+def answers() -> dict[str, list[tuple[str, str]]]:
+    """Return the questions of docs/structure.md, with each file that an answer names and the symbol behind it, if any."""
     page = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
-    answers = page.partition("## Where to look\n")[2].partition("\n## ")[0]
-    named = re.findall(r"`([\w/]+\.py)`", answers)
-    assert len(named) >= 4
-    assert [name for name in named if not (ROOT / name).is_file()] == []
+    rows = re.findall(r"^\| (.+\?) \| (.+) \|$", page.partition("## Where to look\n")[2], re.MULTILINE)
+    return {question: re.findall(r"`([\w/]+\.py)`(?: \(`([\w.]+)`\))?", answer) for question, answer in rows}
+
+
+def defines(source: str, symbol: str) -> bool:
+    """Return whether a module defines a function, a class, or a method of a class."""
+    body: list[ast.stmt] = ast.parse(source).body
+    for name in symbol.split("."):
+        found = [
+            node
+            for node in body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+        ]
+        if not found:
+            return False
+        body = found[0].body
+    return True
+
+
+@pytest.mark.parametrize("question", NEWCOMERS_QUESTIONS)
+def test_a_newcomers_question_is_answered_by_files_and_a_symbol(question: str) -> None:
+    named = answers()[question]
+    assert named
+    assert any(symbol for _, symbol in named)
+
+
+def test_the_files_and_symbols_that_answer_questions_are_there() -> None:
+    named = [one for found in answers().values() for one in found]
+    assert [file for file, _ in named if not (ROOT / file).is_file()] == []
+    assert [
+        f"{file}: {symbol}"
+        for file, symbol in named
+        if symbol and not defines((ROOT / file).read_text(encoding="utf-8"), symbol)
+    ] == []
+
+
+def test_a_symbol_that_is_missing_is_noticed() -> None:
+    source = "class Order:\n    def select(self): ...\ndef place(): ..."
+    assert all(defines(source, symbol) for symbol in ("Order", "Order.select", "place"))
+    assert not any(defines(source, symbol) for symbol in ("select", "Order.place", "Orders"))
 
 
 def test_every_module_says_in_its_docstring_what_it_is(generated: dict[str, str]) -> None:

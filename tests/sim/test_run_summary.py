@@ -158,7 +158,8 @@ def test_steps_show_chunks_by_context_decodes_and_how_well_they_were_predicted()
         StepEntry("b", 0, (Extent(200_000, 64),), False),
         StepEntry("c", 0, (Extent(70, 1),), True),
     )
-    log.stepped(Step(step_id=0, epoch=0, entries=entries, predicted_seconds=0.5), 0.6, 1.0)
+    prompts = {"a": 512, "b": 300_000, "c": 70}
+    log.stepped(Step(0, 0, entries, predicted_seconds=0.5), prompts.__getitem__, 0.6, 1.0)
     found = steps(log)
     assert found["count"] == 1
     assert found["busy_share"] == pytest.approx(0.06)
@@ -168,6 +169,13 @@ def test_steps_show_chunks_by_context_decodes_and_how_well_they_were_predicted()
         "0-1K": 512,
         "128K-512K": 64,
     }
+
+
+def test_the_last_chunk_of_a_prompt_is_no_decode_although_it_has_one_token_and_samples() -> None:
+    log = RunLog(window_seconds=10.0)
+    log.stepped(Step(0, 0, (StepEntry("a", 0, (Extent(512, 1),), True),)), {"a": 513}.__getitem__, 0.6, 1.0)
+    assert (list(log.steps.decodes), list(log.steps.prefill_tokens)) == ([0], [1])
+    assert list(log.chunks.tokens) == [1]
 
 
 def test_lengths_fall_into_named_buckets() -> None:

@@ -776,7 +776,7 @@ class ReplicaController:
             self._count_output(request, cut_off=cut_off)
         for lane in request.held_lanes:
             self._lanes[lane].quarantined += 1
-        if request.is_decoding:
+        if request.has_sampled:
             self._lanes[request.lane].decodes.end(request)
         self._lanes.ended(request)
         self._step_builder.fetches.leave(request)

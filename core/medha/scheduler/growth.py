@@ -90,7 +90,7 @@ def who_make_way(
     candidates = [
         request
         for request in running
-        if request.is_decoding and not request.is_long and not request.ended and request.asides < MOST_ASIDES
+        if request.has_sampled and not request.is_long and not request.ended and request.asides < MOST_ASIDES
     ]
     candidates.sort(key=lambda request: (request.asides, request.computed, -request.tie))
     found: list[Request] = []

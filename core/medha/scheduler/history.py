@@ -6,7 +6,8 @@ the facts of one event, so that metrics, status and traces need not interpret me
 
 An entry of a step is a *decode* if it computes a sampled token; any other is *prefill*, the last chunk of a
 prompt included, from which the first token is sampled. Output that an earlier epoch sampled is part of the
-prompt, and so is the output of a request that stepped aside. A request decodes from its first token on.
+prompt, and so is the output of a request that stepped aside. A request decodes from its first token on
+(`Request.has_sampled`), so from then on each entry of it is a decode.
 """
 
 from __future__ import annotations

@@ -190,13 +190,13 @@ class LongSwaps:
             and request.length >= self._config.long_threshold_tokens
             and request.ways < self._most_swaps
             and request.asides < MOST_ASIDES
-            and (request.is_decoding or request.computed > request.cached_tokens)
+            and (request.has_sampled or request.computed > request.cached_tokens)
             and not request.prompt.waiting
             and not request.scores_prompt
         )
 
     def _slack_seconds(self, request: Request, now: float, correction: float) -> float:
-        if request.is_decoding:
+        if request.has_sampled:
             return decode_slack_seconds(request, now)
         return self._table.due(request) - now - self._table.remaining_seconds(request) * correction
 

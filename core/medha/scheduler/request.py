@@ -53,7 +53,7 @@ class Request:
     length: int
     limit_tokens: int  # upper bound of prompt plus output
     reservation_tokens: int  # KV that it reserves at admission
-    turn: float = -inf  # of its owner when it arrived (`medha.scheduler.attained_service`)
+    turn: float = -inf  # of its owner when it arrived; while it has a row, the table has its turn
     contested_until: float = -inf  # deadline up to which not all of its router's sequences can be on time
     most_tokens: int = 0  # KV that it can need at most
     service_class: str = "default"
@@ -167,8 +167,11 @@ class Request:
         return not self.runs_ahead and self.length < self.reserved_tokens
 
     @property
-    def is_decoding(self) -> bool:
-        """True if its prefill is over: every further step computes its last token, and the guesses that it verifies."""
+    def has_sampled(self) -> bool:
+        """True if a token was sampled here since it last got KV: every further entry of it is a decode.
+
+        `medha.scheduler.history` defines what a decode is.
+        """
         return self.emitted > 0
 
     @property

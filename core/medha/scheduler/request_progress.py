@@ -2,6 +2,11 @@
 
 Both are pure functions of one event, the commands that it led to, and the controller's state after it. `history` is the
 controller's history before it takes the event, so that it still holds the step that the event ends.
+
+`History.take` interprets the same messages, for another purpose. It runs at every event, and counts: its facts have the
+number of sampled tokens, and not whose they are. A happening is about one request, and is made only while a record is
+written or a sequence is traced, so that steps cost no more without them. A router makes the same happenings of the
+messages that it receives. Only `History` decides what a chunk is: both get chunks from `History.launched`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 A request is here from its arrival until its KV is released. While it has prompt positions left to dispatch, it
 also has a row. A decision examines all rows at once, so each fact that it needs is a column. Facts that
 change while a request has a row (what it needs, how much work is left, when it is due) are in its columns
-and nowhere else; the constant ones are copied when the row is added, and its lane when it gets KV.
+and nowhere else; the constant ones are copied when the row is added, and its lane when it gets KV. The request
+keeps them, because they are needed when it has no row: decodes are compared by them, and one that steps aside comes
+back with them. Its turn is copied back when the row is removed.
 
     column                            written by
     arrival, deadline, work, tie,     `add`: constant
@@ -262,7 +264,8 @@ class RequestTable:
                 continue
             at = moved.pop(row, row)
             if self.owners.has_several(request.submit.owner):
-                self._take_turn(at, before, served=served)
+                self._swap_turns(at, before, served=served)
+            request.turn = self._turn.item(at)
             replacement = by_row.pop()
             last = len(by_row)
             gone.append(at)
@@ -280,12 +283,12 @@ class RequestTable:
             self._flags[:, to] = self._flags.take(source, axis=1)
             self._lane[to] = self._lane[source]
 
-    def _take_turn(self, row: int, rows: int, *, served: bool) -> None:
+    def _swap_turns(self, row: int, rows: int, *, served: bool) -> None:
         """Let a row leave with the earliest turn of its owner's rows, or with the latest one if it is not served."""
         own = (self._owner[:rows] == self._owner[row]).nonzero()[0]
         turns = self._turn[own]
         other = own[turns.argmin() if served else turns.argmax()]
-        self._turn[other] = self._turn[row]
+        self._turn[other], self._turn[row] = self._turn[row], self._turn[other]
         self._owner[row] = 0  # no owner: another row that leaves in the same call must not find this one
 
     def _leave_order(self, before: int, gone: list[int], moved: dict[int, int]) -> None:

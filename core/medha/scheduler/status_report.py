@@ -307,12 +307,12 @@ def status(
 
 
 def phase(request: Request) -> Phase:
-    """Return the phase of a request."""
+    """Return the phase of a request: that of its last move in `medha.scheduler.history.Facts`, until it ends."""
     if request.ended:
         return "ending"
     if request.waits:
         return "waiting"
-    return "decode" if request.is_decoding else "prefill"
+    return "decode" if request.has_sampled else "prefill"
 
 
 def kv_by_lane(core: ReplicaController, requests: Sequence[Request]) -> list[KvStatus]:
@@ -484,7 +484,7 @@ def _key(core: ReplicaController, request: Request, order: Order, now: float) ->
     """Return a sort key, smallest first; ties go by arrival."""
     match order:
         case "urgency":
-            return (request.is_decoding, core.slack_seconds(request, now), request.tie)
+            return (request.has_sampled, core.slack_seconds(request, now), request.tie)
         case "age":
             return (request.arrival, request.tie)
         case "prompt":

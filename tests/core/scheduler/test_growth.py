@@ -430,7 +430,7 @@ def test_making_way_frees_enough_and_leaves_each_owner_as_much_as_the_other_gets
     if not found:
         return
     assert sum(one.counted_blocks for one in found) >= missing > 0
-    assert all(one.is_decoding and not one.is_long and one.asides < MOST_ASIDES for one in found)
+    assert all(one.has_sampled and not one.is_long and one.asides < MOST_ASIDES for one in found)
     for owner in {one.submit.owner for one in found}:
         assert owner != "small"
         left = before[owner] - sum(one.counted_blocks for one in found if one.submit.owner == owner)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from medha.api.replica import ServiceClass
+from medha.scheduler import status_report
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Facts, History
 from medha.scheduler.replica_config import ReplicaConfig
@@ -49,15 +50,30 @@ def test_an_entry_is_a_decode_exactly_if_its_request_has_a_first_token(random_ru
             for entry in launched.decodes:
                 request = again.core.find(entry.id)
                 assert request is not None
-                assert request.is_decoding
+                assert request.has_sampled
             for chunk in launched.chunks:
                 request = again.core.find(chunk.request)
                 assert request is not None
-                assert not request.is_decoding
+                assert not request.has_sampled
                 assert chunk.start + chunk.tokens <= chunk.prompt_tokens
             decodes, chunks = decodes + len(launched.decodes), chunks + len(launched.chunks)
     assert decodes > 50
     assert chunks > 50
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_status_shows_requests_in_the_phases_of_the_history(random_run: Any, seed: int) -> None:
+    replica = random_run(seed)
+    again = Driven(replica.config, replica.profile)
+    phases: dict[str, str | None] = {}
+    compared: Counter[str] = Counter()
+    for now, event in replica.log:
+        phases |= {name: moved for name, moved, _ in again.take(event, now).moves}
+        for request in again.core.requests():
+            if not request.ended:
+                assert status_report.phase(request) == phases[request.id]
+                compared[status_report.phase(request)] += 1
+    assert min(compared[name] for name in ("waiting", "prefill", "decode")) > 50
 
 
 def test_the_prefill_of_a_prompt_of_one_token_is_no_decode_although_it_samples(

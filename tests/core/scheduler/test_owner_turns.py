@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from random import Random
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from medha.cost.prefill_seconds import Alone
 from medha.scheduler import prefill_order
 from medha.scheduler.attained_service import AttainedService
 from medha.scheduler.owner_turns import LITTLE_TOKENS, contested_until, take_turns
 from medha.scheduler.policy import POLICIES
-from medha.wire.messages import Step
+from medha.scheduler.request import NOWHERE, Prompt, Request
+from medha.scheduler.request_table import RequestTable
+from medha.slo import Targets
+from medha.wire.messages import Step, Submit
 
 CHUNK_TOKENS = 32
 ROWS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 100_000), st.booleans()), min_size=1, max_size=30)
@@ -164,3 +169,32 @@ def test_an_owner_is_charged_for_its_prompt_and_its_whole_output(
     replica.run().check_empty()
     attained = replica.controller._attained.tokens("x", replica.now)
     assert attained == pytest.approx(16 + output, rel=0.005)  # a little is forgotten meanwhile
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_sequence_that_steps_aside_comes_back_with_the_turn_that_it_left_with(served: bool) -> None:
+    """The turns of an owner then remain the same, whichever of its sequences leave and come back."""
+    table, requests = RequestTable(), []
+    for number, owner in enumerate("aaab"):
+        submit = Submit(f"{number}", f"{number}", 1, 1, seed=1, owner=owner)
+        prompt, aims, turn = Prompt(submit.prompt, 1), Targets(1.0, 0.05, 0.05), float(number)
+        requests.append(
+            Request(
+                submit, submit.id, prompt, number, 0.0, aims, False, 1, 2, reservation_tokens=2, turn=turn
+            )
+        )
+        table.add(requests[-1], 1.0, Alone(1.0, 0.0), 1.0, 0)
+
+    leaves = requests[1]
+    leaves.lane = 0
+    table.place(leaves)
+    if served:
+        table.prefilled([leaves])
+    table.stop(leaves)
+    table.remove(leaves)
+    assert sorted(table.turns[1]) == ([1.0, 2.0, 3.0] if served else [0.0, 1.0, 3.0])
+
+    again = replace(leaves, lane=NOWHERE)
+    again.continue_from(leaves)
+    table.add(again, 1.0, Alone(1.0, 0.0), 1.0, 0)
+    assert sorted(table.turns[1]) == [0.0, 1.0, 2.0, 3.0]

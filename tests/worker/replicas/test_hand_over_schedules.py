@@ -33,9 +33,9 @@ from medha.wire.messages import (
 )
 from medha_worker.rank.peer_reader import PeerBlocks
 
+from ..model.test_model_transformer import save_reference
 from ..ranks import Ranks
 from .test_controlled import GREEDY, MOST_EVENTS
-from ..model.test_model_transformer import save_reference
 from .test_peer_kv_on_grids import SOURCE, peers_of
 from .tier_lives import (
     BLOCK_TOKENS,

@@ -22,10 +22,10 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import DiskReport, DiskTierFigures, HostTierFigures, StreamingFigures
 
+from ..model.test_model_transformer import save_reference
 from ..ranks import Ranks
 from .test_controlled import GREEDY
 from .test_disk_tier_on_grids import found_in
-from ..model.test_model_transformer import save_reference
 from .test_store_on_grids import OBJECT_BLOCKS
 from .tier_lives import (
     BLOCK_TOKENS,
