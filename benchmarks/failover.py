@@ -41,8 +41,10 @@ from harness import Row, claim, exit_with, parser, progress, report
 
 from medha.api.model_spec import ModelSource, ModelSpec
 from medha.api.replica import MedhaReplicaSpec
+from medha.routing.routing_limits import RoutingLimits
 from medha.wire.frames import TOKENS_PER_FRAME, TokenIds, decode, encode, tokens_to_frame
 from medha.wire.messages import (
+    HEARTBEAT_SECONDS,
     Announce,
     RankHello,
     RankReady,
@@ -60,13 +62,18 @@ from medha_worker.checkpoints.presets import init_checkpoint
 
 KINDS = ("kill", "kill controller", "stop", "stop rank", "cut", "drain")
 QUICK = ("kill", "drain")
-PAUSE_SECONDS = 3.0  # most pause of a stream while another replica has room
+SILENCE_SECONDS = RoutingLimits().silence_seconds  # after which a router counts a replica as lost
+# Most pause of a stream while another replica has room. It bounds waiting, and not speed: after a stop or a cut, the router
+# waits for SILENCE_SECONDS, and the last heartbeat before that may come late. A second limit must not have to pass.
+PAUSE_SECONDS = SILENCE_SECONDS + 2 * HEARTBEAT_SECONDS
 FIRST_TOKENS = 10  # of each stream, before a replica is lost
 STREAM_SECONDS = 120.0
 STREAMS = 6
 FORMS_OF_STREAMS = ("text", "text", "schema", "text", "text", "function")
 PROMPT_MEGABYTES, PROMPTS = 27, 3  # token ids of the long prompts, and how many there are
-GAP_SECONDS = 1.5  # most between two heartbeats: a router counts 2 s of silence
+GAP_SECONDS = (
+    0.75 * SILENCE_SECONDS
+)  # most between two heartbeats: a limit, so that no busy replica counts as lost
 
 
 @dataclass

@@ -16,8 +16,9 @@ interrupted, and is not counted. For comparison, all ranks are killed at once (a
 from a router's failure until neither a request nor a block of KV is held for its clients.
 
 The claims are that every stream is complete and has the same text, that what a router held is free within 10 s, that
-every process has ended, and that no shared memory is left. With 8 ranks, it takes at most 20 s (p99) to the next token
-when a rank, their leader (rank 0) or the controller fails, in whatever way. A failure without any effect must not count
+every process has ended, and that no shared memory is left. With 8 ranks, the time (p99) to the next token when a rank,
+their leader (rank 0) or the controller fails, in whatever way, is compared with that of the full reload. The time after
+which a stopped process is killed is subtracted first, as no machine shortens it. A failure without any effect must not count
 as a success. So two more claims are that each way to fail kept streams waiting, and that each failure of a rank or a
 controller began a new epoch, except for networks that were back before anybody could notice. The exit status is 1 unless
 every claim holds.
@@ -54,6 +55,7 @@ from rich.console import Console
 from medha_cli.local_parts import RunFiles, write_parts
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.terminal_display import TerminalDisplay
+from medha_process.supervision.heartbeat import POLL_SECONDS, STOPPED_SECONDS
 from medha_process.supervision.lifecycle import (
     DEATHS_SECONDS,
     MOST_DEATHS,
@@ -65,9 +67,16 @@ from medha_worker.checkpoints.presets import init_checkpoint
 
 PORT = 8000  # the namespace is our own
 START_SECONDS = 120.0
-FREE_SECONDS = 10.0  # most time from a router's failure until nothing is held for it
+# Most time from a router's failure until nothing is held for it. It bounds waiting, and not speed: a stopped router is
+# killed after 2.5 s, and one that is cut off counts as lost after 4 s. No further limit may have to pass.
+FREE_SECONDS = 10.0
 NOTICED_SECONDS = 6.0  # a network that is away for this long certainly ends an epoch
-NEXT_TOKEN_SECONDS = 20.0  # most of the p99 with GRID_RANKS ranks
+MOST_OF_RELOAD = (
+    1.5  # of the p99 with GRID_RANKS ranks; if each rank has a core, one starts no faster than all together
+)
+LIMIT_SECONDS = {
+    "stop": STOPPED_SECONDS + POLL_SECONDS
+}  # longest wait until the supervisor kills a process, by kind
 GRID_RANKS = 8  # size of the grid for which that is the goal
 # The goal is for these; after a failure of a router, its clients ask again.
 BOUND_PARTS = ("rank", "leader", "controller")
@@ -485,14 +494,16 @@ def claims(
             claim("failures that began no epoch", sum(one.went_unnoticed for one in every), "", 0),
         ]
     reload = [second for one in reloads for second in one.seconds]
-    peer = f"full reload: {max(reload):.1f} s" if reload else ""
-    for part in BOUND_PARTS if ranks == GRID_RANKS else ():
+    for part in BOUND_PARTS if ranks == GRID_RANKS and reload else ():
         rows = [row for row in measured(outcomes) if row["part"] == part and "p99_seconds" in row]
         if rows:
-            worst = max(rows, key=lambda row: row["p99_seconds"])
+            worst = max(row["p99_seconds"] - LIMIT_SECONDS.get(row["kind"], 0.0) for row in rows)
             kinds = ", ".join(row["kind"] for row in rows)
-            name = f"{part} of {ranks} ranks, to the next token, p99 of the worst of {kinds}"
-            claims.append(claim(name, worst["p99_seconds"], "s", NEXT_TOKEN_SECONDS, peer=peer))
+            name = (
+                f"{part} of {ranks} ranks, to the next token, p99 of the worst of {kinds}, over a full reload"
+            )
+            peer = f"full reload in the same run: {max(reload):.1f} s"
+            claims.append(claim(name, worst / max(reload), "ratio", MOST_OF_RELOAD, peer=peer))
     for kind, value in freed.items():
         claims.append(claim(f"{kind} router, until its KV is free", value, "s", FREE_SECONDS))
     claims.append(claim("processes and shared memory left", left, "", 0))
