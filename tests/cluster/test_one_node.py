@@ -13,6 +13,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ import httpx
 import openai
 import pytest
 
-from cluster import images, medha
+from cluster import images, medha, tiers, volumes
 from cluster.api import condition, eventually
 from cluster.conftest import skipping_what_cannot_run
 from cluster.images import VERSION
 from cluster.medha import SYSTEM, Document
-from cluster.nodes import Cluster, one_node
+from cluster.nodes import ADDRESS, Cluster, one_node
 from cluster.tiny_image import write_changed
+from object_store import ACCESS_KEY, BUCKET, SECRET_KEY, object_store
 
 pytestmark = pytest.mark.timeout(400)  # whoever comes first builds images and starts everything
 
@@ -443,6 +445,158 @@ def test_replicas_read_kv_of_each_other_through_the_ports_that_the_operator_open
     eventually(lambda: everything(cluster) - at_first, lambda left: not left, 90)
 
 
+def kept_by_the_kubelet(cluster: Cluster, name: str) -> str:
+    """Return the folder of the node in which the kubelet keeps the ephemeral volume of a pod's disk tier."""
+    (uid,) = medha.pod_uids(cluster, name).values()
+    return f"/var/lib/kubelet/pods/{uid}/volumes/kubernetes.io~empty-dir/kv-files"
+
+
+def end_container(cluster: Cluster, name: str) -> None:
+    """Kill the container of a replica's only pod, and wait until it was started again."""
+    (container,) = medha.get(cluster, "pod", f"{name}-l0-0")["status"]["containerStatuses"]
+    cluster.nodes[0].kill_container(container["containerID"].removeprefix("containerd://"))
+    eventually(
+        lambda: medha.get(cluster, "pod", f"{name}-l0-0")["status"]["containerStatuses"][0],
+        lambda seen: seen["restartCount"] == 1 and seen["ready"],
+        READY_SECONDS,
+    )
+
+
+def replace_pod(cluster: Cluster, name: str) -> None:
+    """Delete a replica's only pod, and wait for another one."""
+    before = medha.pod_uids(cluster, name)
+    cluster.kubectl("delete", "pod", *before)
+    eventually(
+        lambda: medha.pod_uids(cluster, name),
+        lambda now: bool(now) and not set(now.values()) & set(before.values()),
+        READY_SECONDS,
+    )
+
+
+def wait_answering(cluster: Cluster, port: int, *names: str) -> None:
+    """Wait until replicas are Ready, and their router knows them."""
+    replicas = (f"medhareplica/{name}" for name in names)
+    cluster.kubectl("wait", "--for=condition=Ready", f"--timeout={READY_SECONDS:.0f}s", *replicas)
+    for name in names:
+        body = {"model": name, "prompt": "hello", "max_tokens": 1}
+        eventually(
+            lambda body=body: httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).status_code,
+            lambda code: code == 200,
+            READY_SECONDS,
+        )  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("volume", ["ephemeral", "directory", "claim"])
+def test_a_disk_tier_finds_its_files_after_its_container_or_pod_was_replaced(
+    cluster: Cluster, at_first: set[str], volume: str
+) -> None:
+    """A container that ends leaves an ephemeral volume, and a pod that ends leaves any other."""
+    name, field = f"on-{volume}", dict[str, str]()
+    if volume == "directory":
+        tiers.make_directory(cluster, tiers.KEPT)
+        tiers.allow_directory(cluster)
+        field = {"hostPath": tiers.KEPT}
+    if volume == "claim":
+        # Its folder belongs to root, and the kubelet gives it to the pods' group.
+        volumes.claim(cluster, "kv", volumes.offer_volume(cluster))
+        field = {"claimName": "kv"}
+    medha.apply(cluster, tiers.tiered(name, disk={"size": "64Mi"} | field))
+
+    def disk() -> dict[str, Any]:
+        lanes = tiers.status(cluster, name).get("lanes", [{}])
+        found: dict[str, Any] = lanes[0].get("disk_tier", {})
+        return found
+
+    with cluster.forward(address(cluster, "medha-router"), 8000) as port:
+        wait_answering(cluster, port, name)
+        computed = [tiers.ask(port, name, number) for number in tiers.DOCUMENTS]
+        written = eventually(disk, lambda seen: seen["written"] and not seen["writing"] + seen["waiting"], 60)
+        assert (written["fault"], written["failures"]) == ("", 0)
+        folder = {
+            "ephemeral": kept_by_the_kubelet(cluster, name),
+            "directory": tiers.KEPT,
+            "claim": volumes.FOLDER,
+        }[volume]
+        kept = tiers.files(cluster, f"{folder}/default.{name}/rank-0")
+        assert {tuple(line.split()[:2]) for line in kept} == {("65532:65532", "600")}
+        (end_container if volume == "ephemeral" else replace_pod)(cluster, name)
+        wait_answering(cluster, port, name)
+        found = [tiers.ask(port, name, number) for number in tiers.DOCUMENTS]
+    assert [text for text, _ in found] == [text for text, _ in computed]
+    assert [cached for _, cached in computed] == [0] * len(computed)
+    assert max(cached for _, cached in found) > tiers.DOCUMENT_TOKENS / 2
+    seen = disk()
+    assert seen["hits"] > 0
+    assert seen["loaded"] > 0
+    assert (seen["fault"], seen["failures"]) == ("", 0)
+    cluster.kubectl("delete", "medhareplica", name, "--timeout=10s")
+    eventually(lambda: everything(cluster) - at_first, lambda left: left <= {"persistentvolumeclaim/kv"}, 90)
+    left = tiers.files(cluster, f"{folder}/default.{name}")
+    assert (left == []) == (volume == "ephemeral"), (
+        "only files of an ephemeral volume are deleted with the pod"
+    )
+    cluster.kubectl("delete", "pvc,pv", "--all")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["claim", "S3"])
+def test_a_second_replica_reads_from_the_store_what_the_first_has_computed(
+    cluster: Cluster, at_first: set[str], tmp_path: Path, place: str
+) -> None:
+    """The first one has no pod by then, so nobody else can have the KV."""
+    names = [f"{one}-{place.lower()}" for one in ("first", "second")]
+    with ExitStack() as stack:
+        if place == "claim":
+            folder = "/var/lib/medha/store"
+            tiers.make_directory(
+                cluster, folder
+            )  # the kubelet leaves volumes of the kind hostPath as they are
+            volumes.claim(cluster, "shared", volumes.offer_volume(cluster, folder, "hostPath"))
+            store = {"url": "file:///mnt/kv", "claimName": "shared"}
+        else:
+            keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+            literals = (f"--from-literal={name}={value}" for name, value in keys.items())
+            cluster.kubectl("create", "secret", "generic", "kv-store", *literals)
+            inside = cluster.sandbox.inside("net")
+            service = stack.enter_context(object_store(tmp_path / "s3", tmp_path / "s3.log", ADDRESS, inside))
+            store = {"url": f"s3://{BUCKET}/kv", "endpoint": service.endpoint, "secretName": "kv-store"}
+        for name in names:
+            medha.apply(cluster, tiers.tiered(name, store={"bandwidth": "4Gi"} | store))
+
+        def stored(name: str) -> dict[str, Any]:
+            found: dict[str, Any] = tiers.status(cluster, name).get("store", {})
+            return found
+
+        port = stack.enter_context(cluster.forward(address(cluster, "medha-router"), 8000))
+        wait_answering(cluster, port, *names)
+        first, second = names
+        computed = [tiers.ask(port, first, number) for number in tiers.DOCUMENTS]
+        seen = eventually(
+            lambda: stored(first), lambda seen: seen["written"] and not seen["busy"] + seen["waiting"], 60
+        )
+        assert (seen["fault"], seen["failures"]) == ("", 0)
+        cluster.kubectl("delete", "medhareplica", first, "--timeout=10s")
+        eventually(lambda: medha.pod_uids(cluster, first), lambda pods: not pods, READY_SECONDS)
+        found = [tiers.ask(port, second, number) for number in tiers.DOCUMENTS]
+        assert [text for text, _ in found] == [text for text, _ in computed]
+        assert max(cached for _, cached in found) > tiers.DOCUMENT_TOKENS / 2
+        seen = stored(second)
+        assert seen["hits"] > 0
+        assert seen["loaded"] > 0
+        assert (seen["fault"], seen["failures"]) == ("", 0)
+        cluster.kubectl("delete", "medhareplica", second, "--timeout=10s")
+        cluster.kubectl("delete", "secret", "kv-store", "--ignore-not-found")
+        kept = {"persistentvolumeclaim/shared"}
+        eventually(lambda: everything(cluster) - at_first, lambda left: left <= kept, 90)
+        if place == "claim":
+            owners = {line.split()[0] for line in tiers.files(cluster, folder)}
+            assert owners == {"65532:65532"}, "nothing deletes what replicas have stored"
+            cluster.kubectl("delete", "pvc,pv", "--all")
+        else:
+            assert service.objects, "nothing deletes what replicas have stored"
+
+
 TROUBLES: dict[str, tuple[str, dict[str, Any]]] = {
     "no-image": ("ImagePullFailed", {"image": "docker.io/library/medha-worker:none"}),
     "no-room": ("InsufficientCapacity", {"resources": {"accelerator": "none", "requests": {"cpu": "1000"}}}),
@@ -450,6 +604,10 @@ TROUBLES: dict[str, tuple[str, dict[str, Any]]] = {
     "no-folder": ("VolumeUnavailable", {"source": {"hostPath": {"path": f"{medha.MODELS}/missing"}}}),
     "no-weights": ("CrashLooping", {"source": {"hostPath": {"path": medha.TORCH}}}),
     "no-right": ("CrashLooping", {"source": {"hostPath": {"path": f"{medha.MODELS}/private"}}}),
+    "no-disk": (
+        "CrashLooping",
+        {"kvCache": {"tiers": {"host": {"size": "16Mi"}, "disk": {"size": "16Mi", "hostPath": tiers.KEPT}}}},
+    ),
     "no-gpu": (
         "NoAccelerator",
         {
@@ -467,6 +625,8 @@ def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first:
     """In the words of a real scheduler, a real kubelet and a real worker."""
     private = f"{medha.MODELS}/private"
     cluster.run(["sh", "-ec", f"cp -r {medha.MODELS}/tiny {private} && chmod 700 {private}"])
+    cluster.run(["install", "-d", "-m", "755", "-o", "0", "-g", "0", tiers.KEPT])
+    tiers.allow_directory(cluster)
     capacity = [{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": "1"}]
     # As a device plugin does; but the container gets no device.
     cluster.kubectl(
@@ -499,6 +659,9 @@ def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first:
     eventually(poll, lambda _: messages.keys() == TROUBLES.keys(), READY_SECONDS)
     text = "cannot be read by uid 65532: /model has mode 0700 and belongs to uid 0"
     assert text in messages["no-right"]
+    text = f"spec.kvCache.tiers.disk.hostPath is {tiers.KEPT}, and uid 65532 cannot write there: /kv-files has mode 0755"
+    assert text in messages["no-disk"]
+    assert messages["no-disk"].endswith(f"; on the node, run: chown -R 65532:65532 {tiers.KEPT}")
     text = "rank 0 exited with status 69 because: spec.resources.accelerator is nvidia.com/gpu, but "
     assert text in messages["no-gpu"]
     assert messages["no-gpu"].endswith("or set accelerator none to compute on the CPU"), (

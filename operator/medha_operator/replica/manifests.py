@@ -325,6 +325,8 @@ def _pod_template(
             "runAsUser": _USER,
             "runAsGroup": _USER,
             "fsGroup": _USER,
+            # Otherwise the kubelet visits every file of a claim at each start, and lets the group read and write it.
+            "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [_worker(owner, spec, lane_index, revision, image, settings)],

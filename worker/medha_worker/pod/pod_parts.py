@@ -161,7 +161,7 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
             spec=spec,
             model_directory=_model_directory(place, spec),
             draft_directory=_draft_directory(spec),
-            disk_directory=_disk_directory(replica),
+            disk_directory=disk_directory(replica),
             peer_endpoint=_peer_endpoint(place, spec, tensor),
             peer_bytes_endpoint=_peer_endpoint(place, spec, spec.parallelism.tensor + tensor),
             control=f"tcp://{host}:{CONTROL_PORT}",
@@ -191,7 +191,7 @@ def _peer_endpoint(place: Place, spec: MedhaReplicaSpec, number: int) -> str:
     return f"tcp://{in_url(place.address)}:{PEERS_PORT + number}"
 
 
-def _disk_directory(replica: MedhaReplica) -> Path | None:
+def disk_directory(replica: MedhaReplica) -> Path | None:
     """Return where the ranks of a replica keep the files of their disk tiers; replicas may share a volume."""
     if replica.spec.kv_cache.disk is None:
         return None

@@ -40,6 +40,7 @@ from medha_worker.pod.pod_parts import (
 )
 from medha_worker.pod.pod_watch import PodWatch
 from medha_worker.pod.termination_log import TERMINATION_LOG, leave_reason
+from medha_worker.pod.tier_volumes import require_writable_tiers
 
 _log = logging.getLogger("medha.pod")
 
@@ -105,7 +106,7 @@ def run(place: Place, replica_file: Path) -> Lifecycle:
     """Run the pod until it is asked to stop or cannot continue; call it in the main thread.
 
     Raises:
-        ConfigInvalid: the pod's environment or its replica is invalid.
+        ConfigInvalid: the pod's environment or its replica is invalid, or the volume of a KV tier cannot be written.
     """
     # Handles SIGTERM from here on, which process 1 of a container otherwise ignores.
     with StopRequests() as requests:
@@ -115,6 +116,7 @@ def run(place: Place, replica_file: Path) -> Lifecycle:
 def _run(place: Place, replica_file: Path, requests: StopRequests) -> Lifecycle:
     replica = read_replica(replica_file)
     place.require_in(replica.spec)
+    require_writable_tiers(replica)
     place.run_directory.mkdir(parents=True, exist_ok=True)
     groups = write_parts(place, replica, oldest_epoch(place.run_directory))
     watch = Supervised(place, replica_file, replica, [part.name for group in groups for part in group])
