@@ -75,9 +75,8 @@ def _volumes(replica: MedhaReplica) -> Iterator[TierVolume]:
     directory = disk_directory(replica)
     if disk is not None and directory is not None:
         tier = "spec.kvCache.tiers.disk"
-        path = (
-            directory if os.access(directory, os.F_OK) else directory.parent
-        )  # which may deny to look into it
+        # A parent that denies searching it is the one to report.
+        path = directory if os.access(directory, os.F_OK) else directory.parent
         if disk.host_path is not None:
             yield TierVolume(path, f"{tier}.hostPath is {disk.host_path}", disk.host_path)
         elif disk.claim_name is not None:
