@@ -14,11 +14,10 @@ from medha.scheduler.status_report import (
     KvStatus,
     LaneStatus,
     Order,
-    PeersStatus,
     ReplicaStatus,
     RequestStatus,
     StepStatus,
-    StoreStatus,
+    TierRates,
 )
 from medha_cli.listing import Column, Listing, line
 from medha_cli.replica_snapshot import RouterStatus, Snapshot
@@ -61,6 +60,8 @@ def page(snapshot: Snapshot, order: Order, *, height: int | None = None, skip: i
         missing = ", ".join(map(str, status.missing_ranks)) or "none"
         return Group(*parts, line((f"Waiting for ranks: {missing}", "yellow")))
     tables = [lanes_listing(core)]
+    if core.tiers:
+        tables.append(tiers_listing(core, status.tier_rates))
     if core.steps:
         tables.append(steps_listing(core.steps[:MOST_STEPS]))
     if len(core.classes) > 1:
@@ -113,34 +114,8 @@ def heading(snapshot: Snapshot) -> list[Text]:
             ("   Steps/s ", "bold"), f"{status.steps_per_second:,.0f}",
             *attainment(status, router),
         ),
-        *store_line(core.store),
-        *peers_line(core.peers),
+        *(line((f"The tier {tier.tier} is not used: {tier.fault}", "yellow")) for tier in core.tiers if tier.fault),
     ]  # fmt: skip
-
-
-def store_line(store: StoreStatus | None) -> list[Text]:
-    """Return the line about the store that the replica shares with others; none if it has no store."""
-    if store is None:
-        return []
-    what: list[str | tuple[str, str]] = [
-        ("Store ", "bold"),
-        f"{store.hits:,} hits, blocks: {store.loaded:,} loaded, {store.written:,} written; {store.failures:,} failures",
-    ]
-    if store.rests:
-        what.append((f"   rests: {store.fault}", "yellow"))
-    return [line(*what)]
-
-
-def peers_line(peers: PeersStatus | None) -> list[Text]:
-    """Return the line about KV that is read from other replicas and given to them; none if the replica has no peers."""
-    if peers is None:
-        return []
-    return [
-        line(
-            ("Peers ", "bold"),
-            f"{peers.hits:,} hits, blocks: {peers.loaded:,} loaded, {peers.offered:,} offered; {peers.failures:,} failures",
-        )
-    ]
 
 
 def attainment(status: ReplicaStatus, router: RouterStatus | None) -> list[tuple[str, str]]:
@@ -179,6 +154,34 @@ def lanes_listing(core: CoreStatus) -> Listing:
             _disk_tier(lane),
             "" if (streaming := lane.streaming) is None else f"{100 * streaming.held / max(1, streaming.blocks):.1f} %",
             others,
+        ])  # fmt: skip
+    return Listing(columns, rows)
+
+
+def tiers_listing(core: CoreStatus, rates: Sequence[TierRates]) -> Listing:
+    """Return a row for each tier: what it holds, what came from it and went to it, and the prefill that it saved."""
+    columns = [
+        Column("TIER"), Column("FULL", 8, right=True), Column("SIZE", 6, right=True), Column("HITS", 8, right=True),
+        Column("READ", 5, right=True), Column("READ/S", 8, right=True), Column("WRITTEN", 5, right=True),
+        Column("WRITTEN/S", 7, right=True), Column("AVOIDED", 8, right=True), Column("S PER GIB", 4, right=True),
+        Column("SWAPS", 3, optional=True), Column("FAILURES", 6, right=True),
+    ]  # fmt: skip
+    rate_of = {rate.tier: rate for rate in rates}
+    rows: list[list[RenderableType]] = []
+    for tier in core.tiers:
+        rate, swaps = rate_of.get(tier.tier), core.swaps
+        full = None if not tier.size_bytes or tier.held_bytes is None else tier.held_bytes / tier.size_bytes
+        rows.append([
+            tier.tier, "-" if full is None else f"{100 * full:.1f} %",
+            "-" if tier.size_bytes is None else byte_size(tier.size_bytes),
+            f"{tier.hits:,}",
+            byte_size(tier.read_bytes), "-" if rate is None else byte_size(rate.read_bytes_per_second),
+            byte_size(tier.written_bytes), "-" if rate is None else byte_size(rate.written_bytes_per_second),
+            span(tier.avoided_prefill_seconds),
+            "-" if tier.read_seconds_per_gib is None else f"{tier.read_seconds_per_gib:.3g}",
+            "" if tier.tier != "host" or swaps is None or not swaps.out
+            else f"{swaps.out:,} out, {swaps.back:,} back, {swaps.waiting:,} wait",
+            f"{tier.failures:,}",
         ])  # fmt: skip
     return Listing(columns, rows)
 
@@ -305,3 +308,20 @@ def span(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
+
+
+def byte_size(count: float) -> str:
+    """Return a number of bytes in at most eight characters (below 1,000 TiB): `512 B`, `1.25 MiB`, `16.0 GiB`."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        count /= 1024
+        if count < 999.5 or unit == "TiB":
+            return (
+                f"{count:.2f} {unit}"
+                if count < 9.995
+                else f"{count:.1f} {unit}"
+                if count < 99.95
+                else f"{count:.0f} {unit}"
+            )
+    raise AssertionError("the last unit takes all")

@@ -212,9 +212,12 @@ class FilesAndObjects:
         return STORE_ACCESS_SECONDS if work.is_write and work.object in self._stored else work.seconds
 
     def _ended(self, work: _Work, now: float) -> None:
+        fields = work.called_off if work.is_off else work.fields
         if work.is_write and work.object and not work.is_off:
+            if work.object in self._stored:
+                fields = fields | {"found_stored": fields["stored"]}
             self._stored.add(work.object)
-        self._report(work.lane, work.called_off if work.is_off else work.fields, now)
+        self._report(work.lane, fields, now)
 
     def _report(self, lane: int, fields: dict[str, Any], now: float) -> None:
         for rank in self._core.config.topology.ranks_of_lane(lane):

@@ -12,7 +12,7 @@ import yaml
 
 from chart.catalogue import problems
 from chart.helm import CHART, ROOT, Helm, alert_names, find, rules
-from medha.observing.metric_catalogue import RANK_METRICS
+from medha.observing.metric_catalogue import CONTROLLER_METRICS, RANK_METRICS
 
 GUIDE = (ROOT / "docs" / "observing.md").read_text(encoding="utf-8")
 DASHBOARDS = sorted((ROOT / "dashboards").glob("*.json"))
@@ -35,6 +35,22 @@ def test_the_dashboard_of_devices_shows_all_that_ranks_export() -> None:
         name for query in queries(ROOT / "dashboards" / "devices.json") for name in re.findall(r"\w+", query)
     }
     exported = {one.name + ("_total" if one.kind == "counter" else "") for one in RANK_METRICS}
+    assert exported - asked == set()
+
+
+def test_the_dashboard_of_replicas_shows_all_that_is_exported_of_tiers() -> None:
+    asked = {
+        name for query in queries(ROOT / "dashboards" / "replica.json") for name in re.findall(r"\w+", query)
+    }
+    subjects = (
+        r"medha_(\w+_tier|tier|peer_kv|stream\w+|swaps?|long_swaps|sequences_swapped|avoided_prefill)(_|$)"
+    )
+    exported = {
+        one.name + ("_total" if one.kind == "counter" else "")
+        for one in CONTROLLER_METRICS
+        if re.match(subjects, one.name)
+    }
+    assert len(exported) > 30
     assert exported - asked == set()
 
 

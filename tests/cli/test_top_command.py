@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,15 +23,17 @@ from medha.scheduler.status_report import (
     CoreStatus,
     KvStatus,
     LaneStatus,
-    PeersStatus,
     ReplicaStatus,
     RequestStatus,
     StepStatus,
     StreamingStatus,
+    SwapsStatus,
+    TierRates,
+    TierStatus,
 )
 from medha_cli.replica_snapshot import RouterStatus, Snapshot, router_status
 from medha_cli.top_command import Keys, _Shown, press
-from medha_cli.top_page import page, short, span
+from medha_cli.top_page import byte_size, page, short, span
 from medha_cli.trace_command import whole_events
 
 KV = KvStatus(blocks=1000, used=200, reserved=100, cached=50, free=650)
@@ -164,15 +167,52 @@ def test_what_is_streamed_is_shown_where_there_is_streaming() -> None:
     assert row(lines, short(BOOK.id)).split()[-1] == "4,321"
 
 
-def test_kv_of_other_replicas_is_shown_if_there_are_peers() -> None:
-    snapshot = new_snapshot()
-    assert not any(line.startswith("Peers") for line in render(snapshot))
+def with_tiers(requests: int = 1) -> Snapshot:
+    """Return a snapshot of a replica with a host tier and a store that rests."""
+    snapshot = new_snapshot(requests)
     core = snapshot.status.core
     assert core is not None
-    peers = PeersStatus(hits=3, loaded=1_200, offered=45, failures=1)
-    status = snapshot.status.model_copy(update={"core": core.model_copy(update={"peers": peers})})
-    shown = row(render(Snapshot(status=status, router=None)), "Peers")
-    assert shown == "Peers 3 hits, blocks: 1,200 loaded, 45 offered; 1 failures"
+    host = TierStatus(
+        tier="host", size_bytes=16 * 2**30, held_bytes=4 * 2**30, hits=1_234, read_bytes=3 * 2**30, written_bytes=5 * 2**29,
+        avoided_prefill_seconds=754.0, failures=0, fault="", read_latency_seconds=0.0, read_seconds_per_gib=0.0421,
+    )  # fmt: skip
+    store = TierStatus(
+        tier="store", size_bytes=None, held_bytes=None, hits=3, read_bytes=2_048, written_bytes=100,
+        avoided_prefill_seconds=0.25, failures=2, fault="no such bucket",
+    )  # fmt: skip
+    rates = (
+        TierRates(tier="host", read_bytes_per_second=2.5 * 2**20, written_bytes_per_second=0.0),
+        TierRates(tier="store", read_bytes_per_second=512.0, written_bytes_per_second=1_536.0),
+    )
+    swaps = SwapsStatus(waiting=1, out=3, back=2)
+    core = core.model_copy(update={"tiers": (host, store), "swaps": swaps})
+    status = snapshot.status.model_copy(update={"core": core, "tier_rates": rates})
+    return snapshot.model_copy(update={"status": status})
+
+
+def test_each_tier_shows_what_it_holds_what_is_copied_and_what_that_saves() -> None:
+    lines = render(with_tiers(), 200)
+    cells = [re.split(r"  +", row(lines, tier).strip()) for tier in ("TIER", "host", "store")]
+    assert cells == [
+        ["TIER", "FULL", "SIZE", "HITS", "READ", "READ/S", "WRITTEN", "WRITTEN/S", "AVOIDED", "S PER GIB", "SWAPS", "FAILURES"],
+        ["host", "25.0 %", "16.0 GiB", "1,234", "3.00 GiB", "2.50 MiB", "2.50 GiB", "0 B", "12:34", "0.0421",
+         "3 out, 2 back, 1 wait", "0"],
+        ["store", "-", "-", "3", "2.00 KiB", "512 B", "100 B", "1.50 KiB", "250.0 ms", "-", "2"],
+    ]  # fmt: skip
+    assert "The tier store is not used: no such bucket" in lines
+    assert not any("not used" in line or line.startswith("TIER") for line in render(new_snapshot(), 200))
+
+
+def test_what_tiers_hold_and_save_is_shown_in_a_narrow_terminal_and_goes_before_requests_in_a_low_one() -> (
+    None
+):
+    lines = render(with_tiers(), 80)
+    assert max(map(len, lines)) <= 80
+    assert {"FULL", "HITS", "READ/S", "AVOIDED"} <= set(row(lines, "TIER").split())
+    low = render(with_tiers(40), height=14)
+    assert not any(line.startswith("TIER") for line in low)
+    assert "The tier store is not used: no such bucket" in low
+    assert sum(line.startswith("book-") for line in low) >= 1
 
 
 def test_the_role_of_a_replica_is_shown_unless_it_does_both() -> None:
@@ -330,6 +370,17 @@ def test_the_orders_come_round_again() -> None:
 )  # fmt: skip
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert span(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"), (1_023, "1023 B"), (1_024, "1.00 KiB"), (10 * 2**20, "10.0 MiB"), (1_000 * 2**20, "0.98 GiB"),
+        (16 * 2**30, "16.0 GiB"), (5_000 * 2**40, "5000 TiB"),
+    ],
+)  # fmt: skip
+def test_sizes_are_short(count: int, text: str) -> None:
+    assert byte_size(count) == text
 
 
 def test_long_ids_keep_their_beginning_and_end() -> None:

@@ -215,8 +215,18 @@ def found(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     port = free_port()
     model = {"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 2**15}
     classes = [{"name": "interactive"}, {"name": "batch", "ttftFactor": 20, "tpotTargetSeconds": 0.5}]
+    tiers = {
+        "host": {"size": "256Mi"},
+        "disk": {"size": "256Mi"},
+        "store": {"url": f"file://{folder / 'store'}"},
+    }
     manifest = write_manifest(
-        folder / "tiny.yaml", checkpoint, port, model=model, kvCache={"size": "256Mi"}, serviceClasses=classes
+        folder / "tiny.yaml",
+        checkpoint,
+        port,
+        model=model,
+        kvCache={"size": "256Mi", "tiers": tiers},
+        serviceClasses=classes,
     )
     entries = [
         {"name": name, "sha256": hashlib.sha256(secret.encode()).hexdigest()} for name, secret in KEYS.items()
@@ -269,6 +279,17 @@ def test_every_panel_has_data_after_a_run_or_a_reason_to_have_none(
     empty = {(name, title) for name, panels in found.items() for title, lines in panels.items() if not lines}
     assert empty - EMPTY.keys() == set(), "they have no data"
     assert EMPTY.keys() - empty == set(), "they have data, and need no reason"
+
+
+def test_the_panels_of_tiers_show_those_that_the_replica_has(found: dict[str, dict[str, list[Any]]]) -> None:
+    replica, pod = found["replica"], "tiny-l0-0"
+    for title in ("Reads, per GiB", "Latency of reads"):
+        assert {line.legend for line in replica[title]} == {
+            f"{pod} {tier}" for tier in ("host", "disk", "store")
+        }
+    assert {line.legend for line in replica["Hits"]} == {
+        f"{pod} {name}" for name in ("host", "disk", "peers", "store", "store lookups")
+    }
 
 
 def test_the_panels_of_what_targets_depend_on_show_the_run(found: dict[str, dict[str, list[Any]]]) -> None:

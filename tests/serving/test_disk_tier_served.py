@@ -73,6 +73,7 @@ def test_documents_survive_a_restart(
             wait_released(served.address("scheduling"))
             page = served.controller_page()
             assert total(page, "medha_disk_tier_off") == 0
+            wait_same_bytes(served)
             if run == "second":
                 # On a slow machine, a request may not wait until its load ends.
                 assert total(page, "medha_disk_tier_hits_total") > 0
@@ -84,6 +85,25 @@ def test_documents_survive_a_restart(
             stop(served)
         assert not list(kept.rglob("*.partial"))
     assert all(text == texts[0] for text in texts)
+
+
+def wait_same_bytes(served: Served) -> None:
+    """Wait until the metrics, which follow within a second, show the bytes that `/status` shows."""
+    tiers = {one["tier"]: one for one in status_of(served.address("scheduling"))["tiers"]}
+    assert tiers["host"]["read_bytes"] > 0
+    assert tiers["host"]["read_seconds_per_gib"] > 0
+    shown = {
+        "medha_host_tier_fetched_bytes_total": tiers["host"]["read_bytes"],
+        "medha_host_tier_offloaded_bytes_total": tiers["host"]["written_bytes"],
+        "medha_disk_tier_loaded_bytes_total": tiers["disk"]["read_bytes"],
+        "medha_disk_tier_written_bytes_total": tiers["disk"]["written_bytes"],
+    }
+
+    def are_the_same() -> bool:
+        page = served.controller_page()
+        return {name: total(page, name) for name in shown} == shown
+
+    wait_for("metrics with the bytes of the status", are_the_same)
 
 
 def write_slowly(served: Served, slow: Path) -> list[str]:

@@ -108,6 +108,21 @@ class TierSeconds:
         """Learn from a read of one object that took so long."""
         self._store_reads.observe(blocks, seconds)
 
+    def read_lines(self) -> dict[str, tuple[float, float]]:
+        """Return for each tier the predicted time of a read, however small, and what each block adds to it; by `KvTier`.
+
+        Blocks of the host tier are those that the device gets, and all others those that the host tier gets. There are also
+        lines of a store and of peers where the replica has none.
+        """
+        lines = {
+            "host": (0.0, self.fetch_seconds(1)),
+            "store": (self._store_reads.access_seconds, self._store_reads.seconds_per_block / PARALLEL_READS),
+            "peers": (self._peer_reads.access_seconds, self._peer_reads.seconds_per_block),
+        }
+        if self._reads is not None:
+            lines["disk"] = (self._reads.access_seconds, self._reads.seconds_per_block)
+        return lines
+
     def compute_seconds(self, context: int, tokens: int) -> float:
         """Return the predicted time to bring a prompt from `context` to `tokens` tokens of KV, alone."""
         return self._predictor.prefill_seconds(context, tokens)

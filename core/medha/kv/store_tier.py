@@ -43,6 +43,8 @@ class StoreCounts:
     lookups: int = 0  # questions which objects are there
     loaded_blocks: int = 0
     written_blocks: int = 0
+    found_blocks: int = 0
+    """Blocks that were to be written, and that the store had already."""
     failed_loads: int = 0
     failed_writes: int = 0
     skipped_blocks: int = 0
@@ -132,6 +134,7 @@ class _Write:
     blocks: int
     ranks: set[int]  # that have not reported it
     failed: bool = False
+    is_new: bool = False  # a rank has sent it, because the store did not have it
     extents: tuple[int, ...] = ()  # of the host tier, from which it is written
 
 
@@ -266,7 +269,7 @@ class StoreTier:
     def report(self, report: DiskReport) -> tuple[list[Loaded], list[str]]:
         """Take a rank's report; return the loads that have ended with it, and the objects that the store turned out to lack."""
         for name in report.stored:
-            self._end_write(name, report.rank, is_there=True)
+            self._end_write(name, report.rank, is_there=True, is_new=name not in report.found_stored)
         for name in report.not_stored:
             self._end_write(name, report.rank, is_there=False)
         ended = self._loads[report.lane].report(report)
@@ -281,21 +284,25 @@ class StoreTier:
                 lacks.append(name)
         return ended, lacks
 
-    def _end_write(self, name: str, rank: int, *, is_there: bool) -> None:
+    def _end_write(self, name: str, rank: int, *, is_there: bool, is_new: bool = False) -> None:
         """Note what a rank reports of a write; the object is there once all ranks of the lane have written it."""
         write = self._writes.get(name)
         if write is None or rank not in self._lane_ranks[write.lane]:
             return
         write.ranks.discard(rank)
         write.failed = write.failed or not is_there
+        write.is_new = write.is_new or is_new
         if write.ranks:
             return
         self._forget(name)
         if write.failed:
             self.counts.failed_writes += 1
-        else:
+            return
+        if write.is_new:
             self.counts.written_blocks += write.blocks
-            self.know(name)
+        else:
+            self.counts.found_blocks += write.blocks
+        self.know(name)
 
     def _forget(self, name: str) -> None:
         """Forget a write that has ended."""

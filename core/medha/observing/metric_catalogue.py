@@ -16,6 +16,7 @@ from medha.errors import DROP_REASONS
 Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal[
     "seconds",
+    "seconds/GiB",
     "tokens",
     "bytes",
     "ratio",
@@ -216,6 +217,8 @@ CONTROLLER_METRICS = (
     Metric("medha_host_tier_offloaded_bytes", "counter", "bytes", "Evicted KV copied from the device to the host tier, on one rank of each lane."),
     Metric("medha_host_tier_fetched_tokens", "counter", "tokens", "Prompt tokens whose KV was fetched, so that they were not computed. They are part of `medha_prefix_cache_hit_tokens`."),
     Metric("medha_avoided_prefill_seconds", "counter", "seconds", "Prefill that was not computed because its KV was fetched, by the tier from which the KV came: `host`, `disk`, `store`, `peers` ([KV tiers](kv-tiers.md)). It is predicted when a sequence gets its KV, as if it ran alone; the time of the fetch is not subtracted. KV of one sequence from several tiers is divided by its blocks. KV that was read into host memory counts for the tier that it was read from when a sequence first fetches it, and for `host` later.", ("tier",)),
+    Metric("medha_tier_read_latency_seconds", "gauge", "seconds", "Predicted time of a read of a tier, however small, as measured reads have corrected it, by tier: `host` (copies to the device: 0), `disk` (a file), `store` (an object), `peers` (another replica). It exists for the tiers of the replica only.", ("tier",)),
+    Metric("medha_tier_read_seconds_per_gib", "gauge", "seconds/GiB", "Predicted time that each GiB of one rank adds to a read of a tier, by tier as above: for `host` until the device has it, for all others until the host tier has it. Of `store`, while a rank reads four objects at a time.", ("tier",)),
     Metric("medha_streaming_bytes", "gauge", "bytes", "Host memory of each rank of a lane that holds streamed KV ([KV tiers](kv-tiers.md#contexts-larger-than-the-device)); 0 without `kvCache.streaming`.", ("lane",)),
     Metric("medha_streamed_sequences", "counter", "sequences", "Sequences that began to hold KV and were larger than the KV pools, so that a part of it is streamed from host memory."),
     Metric("medha_streamed_bytes", "counter", "bytes", "KV that steps read from host memory for attention, on one rank of the lane that reads most. It is predicted from the steps' sequences."),
@@ -240,7 +243,8 @@ CONTROLLER_METRICS = (
     Metric("medha_store_tier_lookups", "counter", "sequences", "Prompts that ranks have looked up in the store."),
     Metric("medha_store_tier_hits", "counter", "sequences", "Prompts for which KV was read from the store."),
     Metric("medha_store_tier_loaded_bytes", "counter", "bytes", "KV read from the store into the host tier, on one rank of each lane."),
-    Metric("medha_store_tier_written_bytes", "counter", "bytes", "KV that was written to the store, or was found there when it was to be written, on one rank of each lane."),
+    Metric("medha_store_tier_written_bytes", "counter", "bytes", "KV that this replica has sent to the store, on one rank of each lane."),
+    Metric("medha_store_tier_found_bytes", "counter", "bytes", "KV that was to be written to the store, and was there already, so that nothing was sent; on one rank of each lane."),
     Metric("medha_store_tier_skipped_bytes", "counter", "bytes", "KV that was not written, because it was gone before the store had finished earlier writes, the store rests, or the host tier had no place, on one rank of each lane."),
     Metric("medha_store_tier_failures", "counter", "", "Objects that could not be read or written, or had gone or were damaged. Their KV is computed."),
     Metric("medha_peer_kv_resumed_tokens", "counter", "tokens", "KV of streams that had begun at another replica, which was not computed here because it was read from there, or was here already ([moves](kv-tiers.md#when-a-replica-drains))."),

@@ -844,6 +844,11 @@ class ReplicaController:
         return access_seconds, block_seconds / self.config.block_size_tokens
 
     @property
+    def tier_read_lines(self) -> dict[str, tuple[float, float]]:
+        """Predicted seconds of a read of each tier, and of each of its blocks (`TierSeconds.read_lines`); empty without tiers."""
+        return {} if self._tier_seconds is None else self._tier_seconds.read_lines()
+
+    @property
     def resumed_tokens(self) -> int:
         """Tokens of requests that came with output and a peer whose KV was cached here or read, not computed."""
         return self._resumed_tokens

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from heapq import nsmallest
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -19,6 +19,7 @@ from medha.api.replica_role import ReplicaRole
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import History, Launched, OpenPhase
 from medha.scheduler.request import Request
+from medha.scheduler.tier_report import Tier, avoided_seconds, block_bytes, copied_bytes, read_times, tiers_of
 from medha.scheduler.validation import class_name
 
 MOST_REQUESTS = 1000
@@ -108,6 +109,8 @@ class StoreStatus(_Model):
     """Blocks read into the host tiers."""
     written: int
     """Blocks written to the store."""
+    found: int = 0
+    """Blocks that were to be written, and that the store had already."""
     failures: int
     """Objects that could not be read or written."""
     rests: bool
@@ -140,6 +143,44 @@ class StreamingStatus(_Model):
     blocks: int
     held: int
     """Blocks that belong to running requests, and that their steps read."""
+
+
+class TierStatus(_Model):
+    """A tier of KV, or the host memory of streamed KV (docs/kv-tiers.md). Counts are of this epoch and of all lanes; bytes are
+    those of one rank of each lane."""
+
+    tier: Tier
+    size_bytes: int | None
+    """Most bytes that it holds; None: nothing here limits it, or others hold it."""
+    held_bytes: int | None
+    """Bytes of KV in it; None: it is not this replica's alone."""
+    hits: int
+    """Requests that got KV from it; for `store` and `peers` prompts, and for `streaming` requests that were streamed."""
+    read_bytes: int
+    """Bytes copied from it: of `host` and `streaming` to the device, of all others to the host tier."""
+    written_bytes: int
+    """Bytes copied to it; for `peers`, those that other replicas were let read."""
+    avoided_prefill_seconds: float
+    """Predicted time of computing what came from it."""
+    failures: int
+    """Reads and writes that have failed."""
+    fault: str
+    """Reason why it is not used, on one lane at least; empty: it is."""
+    read_latency_seconds: float | None = None
+    """Predicted time of a read, however small, as measured reads have corrected it; None: nothing is predicted."""
+    read_seconds_per_gib: float | None = None
+    """Predicted time that each GiB of one rank adds to a read."""
+
+
+class SwapsStatus(_Model):
+    """Requests that have stepped aside and whose KV host tiers keep; counts are of this epoch."""
+
+    waiting: int
+    """Those that have not come back."""
+    out: int
+    """Times that a request stepped aside so."""
+    back: int
+    """Times that one came back and fetched KV."""
 
 
 class LaneStatus(_Model):
@@ -266,6 +307,10 @@ class CoreStatus(_Model):
     """None: this replica shares no store with others."""
     peers: PeersStatus | None = None
     """None: this replica neither reads KV of others nor gives any."""
+    tiers: tuple[TierStatus, ...] = ()
+    """The tiers that this replica has."""
+    swaps: SwapsStatus | None = None
+    """None: there is no host tier."""
 
 
 def status(
@@ -300,6 +345,8 @@ def status(
         lanes=_lanes(core, requests),
         store=_store(core),
         peers=_peers(core),
+        tiers=_tiers(core),
+        swaps=_swaps(core),
         steps=tuple(_step(core, one, now) for one in history.launched.values() if one.step.entries),
         classes=_classes(core, requests, now),
         requests=tuple(_request(core, request, history, now) for request in first),
@@ -402,6 +449,7 @@ def _store(core: ReplicaController) -> StoreStatus | None:
         hits=store.counts.hits,
         loaded=store.counts.loaded_blocks,
         written=store.counts.written_blocks,
+        found=store.counts.found_blocks,
         failures=store.counts.failed_loads + store.counts.failed_writes,
         rests=store.rests,
         fault=core.store_kv.fault,
@@ -419,6 +467,81 @@ def _peers(core: ReplicaController) -> PeersStatus | None:
         loaded=counts.loaded_blocks,
         offered=counts.served_blocks,
         failures=counts.failed_loads,
+    )
+
+
+def _tiers(core: ReplicaController) -> tuple[TierStatus, ...]:
+    copied, times = copied_bytes(core), read_times(core)
+    found = []
+    for tier in tiers_of(core):
+        use, time, size = _tier_use(core, tier), times.get(tier), block_bytes(core, tier)
+        found.append(
+            TierStatus(
+                tier=tier,
+                size_bytes=None if use.blocks is None else use.blocks * size,
+                held_bytes=None if use.held is None else use.held * size,
+                hits=use.hits,
+                read_bytes=copied[tier, "read"],
+                written_bytes=copied[tier, "written"],
+                avoided_prefill_seconds=avoided_seconds(core, tier),
+                failures=use.failures,
+                fault=use.fault,
+                read_latency_seconds=None if time is None else time.latency_seconds,
+                read_seconds_per_gib=None if time is None else time.seconds_per_gib,
+            )
+        )
+    return tuple(found)
+
+
+class _TierUse(NamedTuple):
+    blocks: int | None
+    held: int | None
+    hits: int
+    failures: int = 0
+    fault: str = ""
+
+
+def _tier_use(core: ReplicaController, tier: Tier) -> _TierUse:
+    """Return what a tier that the replica has holds and gave, over all lanes."""
+    lanes = range(core.pools.lanes)
+    match tier:
+        case "host":
+            hosts = [host for lane in lanes if (host := _host_tier(core, lane)) is not None]
+            return _TierUse(
+                sum(one.blocks for one in hosts),
+                sum(one.held for one in hosts),
+                sum(one.hits for one in hosts),
+            )
+        case "disk":
+            disks = [disk for lane in lanes if (disk := _disk_tier(core, lane)) is not None]
+            return _TierUse(
+                sum(one.blocks for one in disks),
+                sum(one.held for one in disks),
+                sum(one.hits for one in disks),
+                sum(one.failures for one in disks),
+                next((one.fault for one in disks if one.fault), ""),
+            )
+        case "store":
+            store = _store(core)
+            assert store is not None
+            return _TierUse(None, None, store.hits, store.failures, store.fault if store.rests else "")
+        case "peers":
+            peers = _peers(core)
+            assert peers is not None
+            return _TierUse(None, None, peers.hits, peers.failures)
+        case "streaming":
+            parts = [part for lane in lanes if (part := _streaming(core, lane)) is not None]
+            return _TierUse(
+                sum(one.blocks for one in parts),
+                sum(one.held for one in parts),
+                core.pools.streamed_sequences,
+            )
+
+
+def _swaps(core: ReplicaController) -> SwapsStatus | None:
+    pools = core.pools
+    return (
+        SwapsStatus(waiting=pools.swapped, out=pools.swaps_out, back=pools.swaps_in) if pools.tiers else None
     )
 
 
@@ -537,6 +660,14 @@ class AttainmentStatus(_Model):
     tpot_missed: int
 
 
+class TierRates(_Model):
+    """Bytes of a tier (`TierStatus`) that were copied in a second, as a mean over `ReplicaStatus.window_seconds`."""
+
+    tier: Tier
+    read_bytes_per_second: float
+    written_bytes_per_second: float
+
+
 class ReplicaStatus(_Model):
     """The answer of a controller's process to `GET /status`. Fields are only ever added."""
 
@@ -549,7 +680,7 @@ class ReplicaStatus(_Model):
     up_seconds: float
     """Seconds since the first epoch began."""
     window_seconds: float
-    """Length of the time window over which the three rates are averaged."""
+    """Length of the time window over which rates are averaged."""
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
     steps_per_second: float
@@ -558,3 +689,5 @@ class ReplicaStatus(_Model):
     """Status of the controller; none while `state` is `gathering`."""
     role: ReplicaRole = "both"
     """Phases of requests that it serves (`spec.role`)."""
+    tier_rates: tuple[TierRates, ...] = ()
+    """Rates of the tiers that the replica has; none while `state` is `gathering`."""

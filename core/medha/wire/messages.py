@@ -981,6 +981,8 @@ class DiskReport:
     looked_up: tuple[tuple[int, int], ...] = ()
     """Answers to `StoreLookup`: number, and how many objects the store has."""
     stored: tuple[str, ...] = ()  # objects that are in the store
+    found_stored: tuple[str, ...] = ()
+    """Those of `stored` that were there before, so that the rank sent nothing."""
     not_stored: tuple[str, ...] = ()
     store_fault: str = ""
     """Error of the store because of which something of this report was not done; empty: none."""

@@ -17,6 +17,7 @@ from medha.kv.prefix_cache import HASH_CHARACTERS, PrefixHasher
 from medha.kv.store_tier import Offer, Offers, StoreTier, object_blocks
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
+from medha.scheduler.tier_report import copied_bytes
 from medha.topology import Topology
 from medha.wire.frames import decode, digest, encode
 from medha.wire.messages import (
@@ -398,6 +399,21 @@ def test_objects_wait_until_earlier_ones_are_written() -> None:
     assert {one.object.name for one in replica.stores} == {
         name for number in range(4) for name in written(ids(60 + number, 101))
     }
+
+
+def test_what_all_ranks_found_in_the_store_does_not_count_as_written() -> None:
+    replica = Replica(writes_at_once=False)
+    replica.submit("a")
+    replica.report(looked_up=((0, 0),))
+    there, half, new = (one.object.name for one in replica.stores[:3])
+    replica.report(stored=(there,), found_stored=(there,))
+    replica.handle(DiskReport(0, stored=(half,)))
+    replica.handle(DiskReport(1, stored=(half,), found_stored=(half,)))
+    replica.report(stored=(new,))
+    counts = replica.store.counts
+    assert (counts.found_blocks, counts.written_blocks) == (OBJECT_BLOCKS, 2 * OBJECT_BLOCKS)
+    block_bytes = 100
+    assert copied_bytes(replica.core)["store", "written"] == 2 * OBJECT_BLOCKS * block_bytes
 
 
 def write_all(replica: Replica, finished: int) -> None:

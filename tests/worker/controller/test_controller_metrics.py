@@ -15,7 +15,16 @@ from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Ended, Facts, History, OpenRequest
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
-from medha.wire.messages import ControllerEvent, Done, HostTierFigures, Sample, Sampling, StepProfile, Submit
+from medha.wire.messages import (
+    ControllerEvent,
+    DiskTierFigures,
+    Done,
+    HostTierFigures,
+    Sample,
+    Sampling,
+    StepProfile,
+    Submit,
+)
 from medha_worker.controller.controller_metrics import Observer
 
 CONFIG = ReplicaConfig(
@@ -144,6 +153,39 @@ def test_avoided_prefill_is_counted_by_tier_and_goes_on_in_the_next_epoch() -> N
         for tier in get_args(KvTier)
     }
     assert found == {"host": 0.0, "disk": 3.5, "store": 0.0, "peers": 0.0}
+
+
+def test_reads_of_the_tiers_of_an_epoch_are_predicted_and_those_of_others_are_not_shown() -> None:
+    registry = CollectorRegistry()
+    observer, profile = Observer(registry), StepProfile(1e-3, 1e-6, 1e-9, 1e-5)
+    host = HostTierFigures(20, 2**20, 2e-6, 1e-6)
+    with_disk = replace(CONFIG, topology=Topology(), host_tier=host, disk_tier=DiskTierFigures(9, 0.25, 1e-3))
+    observer.state(ReplicaController(with_disk, profile, 0))
+
+    def shown(name: str) -> dict[str, float | None]:
+        return {tier: registry.get_sample_value(name, {"tier": tier}) for tier in get_args(KvTier)}
+
+    latency, per_gib = "medha_tier_read_latency_seconds", "medha_tier_read_seconds_per_gib"
+    assert shown(latency) == {"host": 0.0, "disk": pytest.approx(0.25), "store": None, "peers": None}
+    assert shown(per_gib) == pytest.approx(
+        {"host": 1024 * 2e-6, "disk": 1024 * 1e-3, "store": None, "peers": None}
+    )
+    observer.state(ReplicaController(replace(with_disk, disk_tier=None), profile, 1))
+    assert [tier for tier, value in shown(latency).items() if value is not None] == ["host"]
+    assert [tier for tier, value in shown(per_gib).items() if value is not None] == ["host"]
+
+
+def test_what_a_store_got_and_what_it_had_are_counted_in_bytes() -> None:
+    config = replace(
+        CONFIG, topology=Topology(), host_tier=HostTierFigures(20, 1000, 2e-6, 1e-6), store_block_seconds=1e-6,
+        object_blocks=2,
+    )  # fmt: skip
+    core, registry = ReplicaController(config, StepProfile(1e-3, 1e-6, 1e-9, 1e-5), 0), CollectorRegistry()
+    assert core.pools.store is not None
+    core.pools.store.counts.written_blocks, core.pools.store.counts.found_blocks = 6, 4
+    Observer(registry).state(core)
+    assert registry.get_sample_value("medha_store_tier_written_bytes_total") == 6000
+    assert registry.get_sample_value("medha_store_tier_found_bytes_total") == 4000
 
 
 def test_blocks_of_windows_are_shown_where_layers_free_what_is_before_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,18 @@ from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import History
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
-from medha.wire.messages import Cancel, ControllerEvent, Done, Sample, Sampling, Step, StepProfile, Submit
+from medha.wire.messages import (
+    Cancel,
+    ControllerEvent,
+    Done,
+    HostTierFigures,
+    Sample,
+    Sampling,
+    Step,
+    StepProfile,
+    Submit,
+    Tick,
+)
 from medha_worker.controller.live_status import WINDOW_SECONDS, LiveStatus
 
 CONFIG = ReplicaConfig(
@@ -35,8 +47,8 @@ class Beside:
         self.steps: deque[Step] = deque()  # in flight
         self.begin(0)
 
-    def begin(self, epoch: int, now: float = 0.0) -> None:
-        self.core = ReplicaController(CONFIG, StepProfile(1e-3, 1e-6, 1e-9, 1e-5), epoch)
+    def begin(self, epoch: int, now: float = 0.0, config: ReplicaConfig = CONFIG) -> None:
+        self.core = ReplicaController(config, StepProfile(1e-3, 1e-6, 1e-9, 1e-5), epoch)
         self.history = History()
         self.steps.clear()
         self.watch.begin_epoch(self.history, now)
@@ -44,7 +56,7 @@ class Beside:
     def take(self, event: ControllerEvent, now: float) -> Step | None:
         """Handle an event, and return the step that then runs."""
         commands = self.core.handle(event, now)
-        self.watch.observe(self.history.take(self.core, event, commands, now))
+        self.watch.observe(self.history.take(self.core, event, commands, now), self.core)
         self.steps += (command for command in commands if isinstance(command, Step))
         return self.steps[0] if self.steps else None
 
@@ -79,6 +91,31 @@ def test_rates_are_means_over_the_last_seconds(beside: Beside) -> None:
     assert found.prefill_tokens_per_second == 50 / 5
     assert found.decode_tokens_per_second == 2 / 5
     assert beside.watch.status(beside.core, 3.5 + WINDOW_SECONDS).decode_tokens_per_second == 0
+
+
+def test_what_tiers_copy_is_a_mean_over_the_last_seconds_too_and_starts_again_with_an_epoch(
+    beside: Beside,
+) -> None:
+    config = replace(CONFIG, host_tier=HostTierFigures(20, 1000, 1e-6, 1e-6))
+
+    def rates(now: float) -> list[tuple[str, float, float]]:
+        found = beside.watch.status(beside.core, now).tier_rates
+        return [(one.tier, one.read_bytes_per_second, one.written_bytes_per_second) for one in found]
+
+    assert rates(0.0) == [], "there is no tier"
+    for epoch, (start, blocks) in enumerate(((0.0, 4), (20.0, 2))):
+        beside.begin(epoch, now=start, config=config)
+        beside.take(Tick(), start + 0.1)
+        counts = beside.core.pools.tiers[0].counts
+        counts.fetched_blocks, counts.offloaded_blocks = blocks, 3 * blocks
+        beside.take(Tick(), start + 0.2)  # nothing was completed: ranks may report copies between two steps
+        counts.fetched_blocks += 1
+        beside.take(Tick(), start + 4.0)
+        window = 5.0 if epoch == 0 else WINDOW_SECONDS
+        copied = 1000 * (blocks + 1) / window, 1000 * 3 * blocks / window
+        assert rates(start + 5.0) == [("host", *copied)]
+        assert rates(start + 12.0) == [("host", 1000 / WINDOW_SECONDS, 0.0)]
+    assert beside.watch.status(None, 33.0).tier_rates == ()
 
 
 def test_a_deadline_counts_from_when_the_request_reached_the_router(beside: Beside) -> None:

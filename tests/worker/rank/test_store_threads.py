@@ -67,12 +67,15 @@ def test_another_replica_finds_and_reads_what_one_has_written(
         assert [one.looked_up for one in writer.told()] == [((7, 0),)]
         writer.write(0)
         writer.write(1, ((8, 4),))
-        assert sorted(name for one in writer.told() for name in one.stored) == sorted(
+        told = writer.told()
+        assert sorted(name for one in told for name in one.stored) == sorted(
             content_of(number).name for number in (0, 1)
         )
+        assert not any(one.found_stored for one in told)
         assert len(files_of(place, tmp_path)) == 2
         writer.write(0)
-        assert [one.stored for one in writer.told()] == [(content_of(0).name,)], "it is there already"
+        there = (content_of(0).name,)
+        assert [(one.stored, one.found_stored) for one in writer.told()] == [(there, there)]
     with closing(Rank(opened(place, host), host)) as reader:
         reader.look_up(0, 1, 2, 3)
         assert [one.looked_up for one in reader.told()] == [((7, 2),)]

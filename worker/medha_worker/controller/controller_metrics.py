@@ -11,6 +11,7 @@ from medha.observing.metric_catalogue import CONTROLLER_METRICS, LOST_SPANS
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Completed, Facts, Launched, OpenRequest
 from medha.scheduler.status_report import kv_by_lane
+from medha.scheduler.tier_report import Tier, read_times
 from medha_process.collectors import Collectors
 
 
@@ -22,6 +23,7 @@ class Observer:
         self._counters, self._gauges = collectors.counters, collectors.gauges
         self._histograms = collectors.histograms
         self._totals = defaultdict[tuple[str, ...], float](float)
+        self._tiers = set[Tier]()  # that have gauges of their reads
         for reason in LOST_SPANS:
             self.spans_lost(reason, 0)  # from 0 on, so that the first loss is an increase
 
@@ -133,6 +135,7 @@ class Observer:
         self._disk_tier(core)
         self._peer_kv(core)
         self._store_tier(core)
+        self._read_times(core)
         self._gauges["medha_sequences_running"].set(load.running)
         self._gauges["medha_sequences_waiting"].set(load.waiting)
         self._gauges["medha_pending_prefill_seconds"].set(load.pending_prefill_seconds)
@@ -215,8 +218,21 @@ class Observer:
         self._count_up("medha_store_tier_hits", counts.hits)
         self._count_up("medha_store_tier_loaded_bytes", counts.loaded_blocks * block_bytes)
         self._count_up("medha_store_tier_written_bytes", counts.written_blocks * block_bytes)
+        self._count_up("medha_store_tier_found_bytes", counts.found_blocks * block_bytes)
         self._count_up("medha_store_tier_skipped_bytes", counts.skipped_blocks * block_bytes)
         self._count_up("medha_store_tier_failures", counts.failed_loads + counts.failed_writes)
+
+    def _read_times(self, core: ReplicaController) -> None:
+        latency = self._gauges["medha_tier_read_latency_seconds"]
+        per_gib = self._gauges["medha_tier_read_seconds_per_gib"]
+        times = read_times(core)
+        for tier, time in times.items():
+            latency.labels(tier=tier).set(time.latency_seconds)
+            per_gib.labels(tier=tier).set(time.seconds_per_gib)
+        for tier in self._tiers - times.keys():  # an epoch without the store, for example
+            latency.remove(tier)
+            per_gib.remove(tier)
+        self._tiers = set(times)
 
     def _count_up(self, name: str, total: float, **labels: str) -> None:
         """Add the growth of a total that is counted elsewhere and restarts at 0 with each epoch."""

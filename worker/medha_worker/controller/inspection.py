@@ -56,7 +56,7 @@ class Inspection:
 
     def observe(self, facts: Facts, core: ReplicaController) -> None:
         """Record the facts of one event; `core` is the state after it."""
-        self._status.observe(facts)
+        self._status.observe(facts, core)
         if self._tracing is not None:
             self._tracing.observe(facts, core)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from medha.api.replica_role import ReplicaRole
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Facts, History
-from medha.scheduler.status_report import AttainmentStatus, Order, ReplicaStatus, status
+from medha.scheduler.status_report import AttainmentStatus, Order, ReplicaStatus, TierRates, status
+from medha.scheduler.tier_report import Direction, Tier, copied_bytes, tiers_of
 
 WINDOW_SECONDS = 10.0
 """Window over which rates are averaged; shorter while the process has not run that long."""
@@ -24,6 +25,7 @@ class _Bucket:
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    copied_bytes: Counter[tuple[Tier, Direction]] = field(default_factory=Counter)
 
 
 class LiveStatus:
@@ -34,21 +36,26 @@ class LiveStatus:
         self._began: float | None = None  # when the first epoch began
         self._history = History()  # of the current epoch
         self._buckets: deque[_Bucket] = deque()
+        self._copied: dict[tuple[Tier, Direction], int] = {}  # since the epoch began, up to the last event
         self._attained = Counter[tuple[str, str, bool]]()  # (class, ttft | tpot, met)
 
     def begin_epoch(self, history: History, now: float) -> None:
         """Continue with the history of a fresh core."""
         self._began = now if self._began is None else self._began
         self._history = history
+        self._copied = {}
 
-    def observe(self, facts: Facts) -> None:
-        """Add the facts of one event."""
+    def observe(self, facts: Facts, core: ReplicaController) -> None:
+        """Add the facts of one event; `core` is the state after it."""
         if facts.completed is not None:
-            if not self._buckets or facts.now - self._buckets[-1].begins >= _BUCKET_SECONDS:
-                self._buckets.append(_Bucket(facts.now))
-                self._forget(facts.now)
-            self._buckets[-1].steps += 1
-            self._buckets[-1].prefill_tokens += facts.completed.launched.prefill_tokens
+            bucket = self._bucket(facts.now)
+            bucket.steps += 1
+            bucket.prefill_tokens += facts.completed.launched.prefill_tokens
+        copied = copied_bytes(core)
+        if copied != self._copied:
+            grown = {key: total - self._copied.get(key, 0) for key, total in copied.items()}
+            self._bucket(facts.now).copied_bytes.update(grown)
+            self._copied = copied
         if self._buckets:  # the last one, to which the step that produced the tokens was added
             self._buckets[-1].decode_tokens += facts.later_tokens
         for request in facts.first_tokens:
@@ -56,6 +63,13 @@ class LiveStatus:
         for ended in facts.ended:
             if ended.request is not None and ended.tpot_met is not None:
                 self._attained[ended.request.service_class, "tpot", ended.tpot_met] += 1
+
+    def _bucket(self, now: float) -> _Bucket:
+        """Return the bucket for work that is completed now."""
+        if not self._buckets or now - self._buckets[-1].begins >= _BUCKET_SECONDS:
+            self._buckets.append(_Bucket(now))
+            self._forget(now)
+        return self._buckets[-1]
 
     def _forget(self, now: float) -> None:
         while self._buckets and now - self._buckets[0].begins > WINDOW_SECONDS:
@@ -96,7 +110,21 @@ class LiveStatus:
                 )
                 for name in sorted({name for name, _, _ in self._attained})
             ),
+            tier_rates=() if core is None else self._tier_rates(core, window),
             core=None
             if core is None
             else status(core, self._history, now, order=order, most_requests=most_requests),
+        )
+
+    def _tier_rates(self, core: ReplicaController, window_seconds: float) -> tuple[TierRates, ...]:
+        copied = Counter[tuple[Tier, Direction]]()
+        for bucket in self._buckets:
+            copied.update(bucket.copied_bytes)
+        return tuple(
+            TierRates(
+                tier=tier,
+                read_bytes_per_second=copied[tier, "read"] / window_seconds,
+                written_bytes_per_second=copied[tier, "written"] / window_seconds,
+            )
+            for tier in tiers_of(core)
         )

@@ -261,12 +261,14 @@ class StoreThreads:
 
     def _write(self, job: _Job, write: StoreBlocks) -> None:
         name = write.object.name
-        if not self._objects.has(name):
-            parts = []
-            for slot, count in run_pieces(write.slots, self._piece_blocks):
-                with self._guard(job):
-                    parts.append(self.host.rows(slot, count))
-            self._objects.write(write.object, np.concatenate(parts))
+        if self._objects.has(name):
+            self._tell(job, stored=(name,), found_stored=(name,))
+            return
+        parts = []
+        for slot, count in run_pieces(write.slots, self._piece_blocks):
+            with self._guard(job):
+                parts.append(self.host.rows(slot, count))
+        self._objects.write(write.object, np.concatenate(parts))
         self._tell(job, stored=(name,))
 
     def _rest(self, fault: str) -> None:
