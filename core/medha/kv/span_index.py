@@ -5,8 +5,8 @@ long span, only a few blocks are indexed: the first one, and the *marked* ones, 
 average). Any other block is found through an indexed block near it in the prompt.
 
 Of a short span, all blocks are in the index. A few blocks of a long one may not be found: where a lane also has other blocks
-of the prompt next to them, or once a span that has some of the same blocks is removed. Such a block counts as missing; it is
-never taken for another one.
+of the prompt next to them, where a prompt leaves the span before its first marked block, or once a span that has some of the
+same blocks is removed. Such a block counts as missing; it is never taken for another one.
 """
 
 from __future__ import annotations
