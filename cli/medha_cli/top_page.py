@@ -163,7 +163,8 @@ def tiers_listing(core: CoreStatus, rates: Sequence[TierRates]) -> Listing:
     columns = [
         Column("TIER"), Column("FULL", 8, right=True), Column("SIZE", 6, right=True), Column("HITS", 8, right=True),
         Column("READ", 5, right=True), Column("READ/S", 8, right=True), Column("WRITTEN", 5, right=True),
-        Column("WRITTEN/S", 7, right=True), Column("AVOIDED", 8, right=True), Column("S PER GIB", 4, right=True),
+        Column("WRITTEN/S", 7, right=True), Column("AVOIDED", 8, right=True), Column("LATENCY", 4, right=True),
+        Column("S PER GIB", 4, right=True),
         Column("SWAPS", 3, optional=True), Column("FAILURES", 6, right=True),
     ]  # fmt: skip
     rate_of = {rate.tier: rate for rate in rates}
@@ -178,6 +179,7 @@ def tiers_listing(core: CoreStatus, rates: Sequence[TierRates]) -> Listing:
             byte_size(tier.read_bytes), "-" if rate is None else byte_size(rate.read_bytes_per_second),
             byte_size(tier.written_bytes), "-" if rate is None else byte_size(rate.written_bytes_per_second),
             span(tier.avoided_prefill_seconds),
+            "-" if tier.read_latency_seconds is None else span(tier.read_latency_seconds),
             "-" if tier.read_seconds_per_gib is None else f"{tier.read_seconds_per_gib:.3g}",
             "" if tier.tier != "host" or swaps is None or not swaps.out
             else f"{swaps.out:,} out, {swaps.back:,} back, {swaps.waiting:,} wait",

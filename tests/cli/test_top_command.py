@@ -174,7 +174,7 @@ def with_tiers(requests: int = 1) -> Snapshot:
     assert core is not None
     host = TierStatus(
         tier="host", size_bytes=16 * 2**30, held_bytes=4 * 2**30, hits=1_234, read_bytes=3 * 2**30, written_bytes=5 * 2**29,
-        avoided_prefill_seconds=754.0, failures=0, fault="", read_latency_seconds=0.0, read_seconds_per_gib=0.0421,
+        avoided_prefill_seconds=754.0, failures=0, fault="", read_latency_seconds=0.0021, read_seconds_per_gib=0.0421,
     )  # fmt: skip
     store = TierStatus(
         tier="store", size_bytes=None, held_bytes=None, hits=3, read_bytes=2_048, written_bytes=100,
@@ -194,10 +194,11 @@ def test_each_tier_shows_what_it_holds_what_is_copied_and_what_that_saves() -> N
     lines = render(with_tiers(), 200)
     cells = [re.split(r"  +", row(lines, tier).strip()) for tier in ("TIER", "host", "store")]
     assert cells == [
-        ["TIER", "FULL", "SIZE", "HITS", "READ", "READ/S", "WRITTEN", "WRITTEN/S", "AVOIDED", "S PER GIB", "SWAPS", "FAILURES"],
-        ["host", "25.0 %", "16.0 GiB", "1,234", "3.00 GiB", "2.50 MiB", "2.50 GiB", "0 B", "12:34", "0.0421",
+        ["TIER", "FULL", "SIZE", "HITS", "READ", "READ/S", "WRITTEN", "WRITTEN/S", "AVOIDED", "LATENCY", "S PER GIB",
+         "SWAPS", "FAILURES"],
+        ["host", "25.0 %", "16.0 GiB", "1,234", "3.00 GiB", "2.50 MiB", "2.50 GiB", "0 B", "12:34", "2.1 ms", "0.0421",
          "3 out, 2 back, 1 wait", "0"],
-        ["store", "-", "-", "3", "2.00 KiB", "512 B", "100 B", "1.50 KiB", "250.0 ms", "-", "2"],
+        ["store", "-", "-", "3", "2.00 KiB", "512 B", "100 B", "1.50 KiB", "250.0 ms", "-", "-", "2"],
     ]  # fmt: skip
     assert "The tier store is not used: no such bucket" in lines
     assert not any("not used" in line or line.startswith("TIER") for line in render(new_snapshot(), 200))
