@@ -172,7 +172,7 @@ def test_texts_are_those_of_the_reference_under_random_schedules_and_tiers(
 
 
 EVERYTHING = (
-    "fetched", "demoted", "swapped in", "read from files", "read from the store", "stepped aside", "streamed",
+    "fetched", "offloaded", "swapped in", "read from files", "read from the store", "stepped aside", "streamed",
 )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def count(happened: dict[str, int], life: TierLife) -> None:
     pools = life.controller.pools
     for name, number in {
         "fetched": pools.tier_counts.fetched_blocks,
-        "demoted": pools.tier_counts.demoted_blocks,
+        "offloaded": pools.tier_counts.offloaded_blocks,
         "swapped in": pools.tier_counts.swapped_in_blocks,
         "read from files": pools.disk_counts.loaded_blocks,
         "read from the store": pools.store.counts.loaded_blocks if pools.store is not None else 0,

@@ -146,7 +146,7 @@ class TierLife(Life):
                 self._report(load.lane, DiskReport(0, loaded=((extent, 1e-6),)))
         for source in (*step.grows, *step.admits):
             for eviction in source.evictions:
-                for _ in eviction.demotions:
+                for _ in eviction.offloads:
                     self._next_extent(eviction.lane)
         for write in step.writes:
             self._report(write.lane, DiskReport(0, written=(write.file.name,)))
