@@ -176,7 +176,7 @@ class SwapsStatus(_Model):
     """Requests that have stepped aside and whose KV host tiers keep; counts are of this epoch."""
 
     waiting: int
-    """Those that have not come back."""
+    """Requests that have not come back."""
     out: int
     """Times that a request stepped aside so."""
     back: int

@@ -1,4 +1,4 @@
-"""What the tiers of a running replica have copied, and how long reads of them are predicted to take.
+"""The bytes that a replica's tiers have copied, and the predicted times of reading them.
 
 Pure functions of a controller. Bytes are those of one rank of each lane, added up over the lanes.
 """
@@ -23,7 +23,7 @@ class ReadTime:
     latency_seconds: float
     """Time of a read, however small."""
     seconds_per_gib: float
-    """What each GiB of one rank adds to it."""
+    """Time that each GiB of one rank adds to it."""
 
 
 def tiers_of(core: ReplicaController) -> tuple[Tier, ...]:

@@ -982,7 +982,7 @@ class DiskReport:
     """Answers to `StoreLookup`: number, and how many objects the store has."""
     stored: tuple[str, ...] = ()  # objects that are in the store
     found_stored: tuple[str, ...] = ()
-    """Those of `stored` that were there before, so that the rank sent nothing."""
+    """Objects of `stored` that were there before, so that the rank sent nothing."""
     not_stored: tuple[str, ...] = ()
     store_fault: str = ""
     """Error of the store because of which something of this report was not done; empty: none."""

@@ -176,6 +176,7 @@ class Stage:
         )
         if start:
             self.start()
+        self.has_lost_rank = False
         self.rank, self.rank_tokens = self.connect_rank(b"rank-0")
 
     def connect_rank(self, identity: bytes) -> tuple[Link, Link]:
@@ -191,6 +192,12 @@ class Stage:
             for name in ("rank_control", "rank_tokens")
         )
         return control, tokens
+
+    def lose_rank(self) -> None:
+        """Let the rank disappear: it is not heard again."""
+        self.has_lost_rank = True
+        for link in (self.rank, self.rank_tokens):
+            link.close()
 
     def start(self) -> None:
         self.log = None
@@ -267,7 +274,8 @@ class Stage:
         while time.monotonic() < end:
             received = link.receive(timeout_seconds=0.5)
             if received is None:
-                self.send_hello()  # as ranks do: a rank that is silent for five seconds counts as lost
+                if not self.has_lost_rank:
+                    self.send_hello()  # as ranks do: a rank that is silent for five seconds counts as lost
             elif isinstance(received.message, kind):
                 return received
         raise AssertionError(f"no {kind.__name__}; {self.links_say()}; the controller says: {self.kill()}")

@@ -237,8 +237,7 @@ def test_the_loss_of_a_rank_names_the_error_of_its_gpu_in_log_and_trace(
     traced.step()
     traced.rank.send(RankReport(0, "first", uuid="GPU-1", gpu=GPU))
     traced.rank.send(RankXid(0, 79))
-    for link in (traced.rank, traced.rank_tokens):
-        link.close()
+    traced.lose_rank()
     assert isinstance(traced.from_controller(Failed), Failed)
     traced.wait_for_ready_file()
     for _ in range(100):  # the router hears of the loss before the metrics do
