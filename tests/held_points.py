@@ -13,9 +13,15 @@ import pytest
 
 WRITE_POINTS = ("made", "half", "whole", "renamed")
 """Points of the write of a file in a store: it was made; half of its bytes were written; all were; it has its own name."""
+READ_POINTS = ("begun", "read", "put", "loaded")
+"""Points of the read of a file or an object: nothing was read; all was read and verified, of a file its first piece; half of
+that is in host memory; all is, but nobody knows."""
+COPY_POINTS = ("demote", "fetch", "stream")
+"""Half of a copy to host memory was made; half of one to the device; and a step reads streamed KV in its second layer."""
 HAND_OVER_POINTS = ("ask", "ticket", "read", "done")
 """Points of a hand-over: before the question, the ticket, the answer to a read of blocks, and the end are sent."""
 _POLL_SECONDS = 0.005
+_MOST_SECONDS = 300.0  # on a machine that does much else
 
 
 class HeldPoints:
@@ -36,10 +42,17 @@ class HeldPoints:
         """Return whether a process has come to a point that is held."""
         return (self._folder / f"{point}.in").exists()
 
-    def wait(self, point: str, has_ended: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until a process has come to a point that is held; return False if what might do so `has_ended` before."""
-        end = time.monotonic() + 120
-        while not self.is_held(point):
+    def holds(self, point: str, process_id: int) -> bool:
+        """Return whether this process has come to a point that is held, if its processes say which they are."""
+        told = self._folder / f"{point}.in"
+        return told.exists() and str(process_id) in told.read_text().split()
+
+    def wait(
+        self, point: str, has_ended: Callable[[], bool] = lambda: False, process_id: int | None = None
+    ) -> bool:
+        """Wait until a process, or this one, has come to a point that is held; return False if what might do so `has_ended` before."""
+        end = time.monotonic() + _MOST_SECONDS
+        while not (self.is_held(point) if process_id is None else self.holds(point, process_id)):
             if has_ended():
                 return False
             assert time.monotonic() < end, f"nobody has come to the point {point}"

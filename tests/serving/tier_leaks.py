@@ -77,23 +77,31 @@ def remains_in_files(
 ) -> dict[str, int]:
     """Return the files of a disk tier that are no whole files, and the blocks of whole ones that its replica does not count.
 
+    Of the files of a lane, each of its ranks must have the same ones.
+
     A replica counts the blocks of a file that somebody has removed until it reads that file, so `are_files_gone` allows them.
     `damaged` has the blocks that files had before somebody exchanged their contents, by name.
     """
     files = [path for path in directory.rglob("*") if path.is_file()]
     unfinished = [path for path in files if path.suffix not in (SUFFIX, "") or path.name.startswith("probe")]
-    by_rank: dict[Path, int] = {}
-    for path in files:
-        if path.suffix == SUFFIX:
-            blocks = damaged[path.name] if path.name in damaged else blocks_in(path)
-            by_rank[path.parent] = by_rank.get(path.parent, 0) + blocks
-    tiers = [lane["disk_tier"] for lane in status["lanes"]]
-    counted = max(tier["held"] for tier in tiers)
-    beside = max((blocks - counted for blocks in by_rank.values()), default=0)
-    if are_files_gone:
-        beside = max(beside, 0)
-    is_off = any(tier["fault"] for tier in tiers)  # then the files stay until the ranks restart
-    found = {"unfinished files": len(unfinished), "blocks that nobody counts": 0 if is_off else beside}
+    lanes = [lane["disk_tier"] for lane in status["lanes"]]
+    ranks = sorted(directory.rglob("rank-*"), key=lambda path: int(path.name.removeprefix("rank-")))
+    beside = of_some = 0
+    for lane, tier in enumerate(lanes):
+        if tier["fault"]:
+            continue  # its files stay until the ranks restart
+        of_lane = ranks[lane * len(ranks) // len(lanes) : (lane + 1) * len(ranks) // len(lanes)]
+        names = [{path.name for path in rank.glob(f"*{SUFFIX}")} for rank in of_lane]
+        for rank, there in zip(of_lane, names, strict=True):
+            blocks = sum(damaged[name] if name in damaged else blocks_in(rank / name) for name in there)
+            excess = blocks - tier["held"]
+            beside += max(excess, 0) if are_files_gone else abs(excess)
+        of_some += 0 if are_files_gone else len(set.union(*names) - set.intersection(*names))
+    found = {
+        "unfinished files": len(unfinished),
+        "blocks that nobody counts": beside,
+        "files of some ranks only": of_some,
+    }
     return {name: count for name, count in found.items() if count}
 
 
