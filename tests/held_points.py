@@ -16,7 +16,7 @@ WRITE_POINTS = ("made", "half", "whole", "renamed")
 READ_POINTS = ("begun", "read", "put", "loaded")
 """Points of the read of a file or an object: nothing was read; all was read and verified, of a file its first piece; half of
 that is in host memory; all is, but nobody knows."""
-COPY_POINTS = ("demote", "fetch", "stream")
+COPY_POINTS = ("offload", "fetch", "stream")
 """Half of a copy to host memory was made; half of one to the device; and a step reads streamed KV in its second layer."""
 HAND_OVER_POINTS = ("ask", "ticket", "read", "done")
 """Points of a hand-over: before the question, the ticket, the answer to a read of blocks, and the end are sent."""

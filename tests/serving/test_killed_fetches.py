@@ -104,7 +104,7 @@ def test_a_part_that_is_killed_at_a_point_of_the_read_of_an_object_changes_no_te
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("point", ["demote", "fetch"])
+@pytest.mark.parametrize("point", ["offload", "fetch"])
 def test_a_part_that_is_killed_in_the_midst_of_a_copy_changes_no_text(
     point: str, part: str, grid: Grid, maker: Maker, points: HeldPoints, tmp_path: Path
 ) -> None:
@@ -169,7 +169,7 @@ def all_done(running: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("point", ["demote", "fetch"])
+@pytest.mark.parametrize("point", ["offload", "fetch"])
 def test_a_part_that_is_killed_in_the_midst_of_a_swap_changes_no_text(
     point: str, part: str, checkpoint: Path, tmp_path: Path, maker: Maker, points: HeldPoints
 ) -> None:
@@ -194,7 +194,7 @@ def test_a_part_that_is_killed_in_the_midst_of_a_swap_changes_no_text(
         """Return whether the controller has decided on such a copy of a swap since the last question."""
         nonlocal counted
         (lane,) = status_of(served.address("scheduling"))["lanes"]
-        before, counted = counted, lane["host_tier"]["swapped_out" if point == "demote" else "hits"]
+        before, counted = counted, lane["host_tier"]["swapped_out" if point == "offload" else "hits"]
         return counted > before
 
     for number in range(ROUNDS):

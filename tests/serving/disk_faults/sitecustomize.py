@@ -105,7 +105,7 @@ def hold_host_blocks(module: Any) -> None:
     def held_copy(self: Any, there: Any, here: Any, *, is_fetch: bool) -> None:
         half = (len(there) + 1) // 2
         copy(self, there[:half], here[:half], is_fetch=is_fetch)
-        hold("fetch" if is_fetch else "demote")
+        hold("fetch" if is_fetch else "offload")
         copy(self, there[half:], here[half:], is_fetch=is_fetch)
 
     module.HostBlocks.put_rows, module.HostBlocks._copy = held_put_rows, held_copy
