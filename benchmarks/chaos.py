@@ -18,19 +18,24 @@ hit two of them at about the same time:
 * `jump`    the wall clock of all processes of a router or a replica jumps by an hour, forward or back, and 4 s later back:
             they preload a library that is built by gcc; without gcc, this fault is left out
 
+Each replica keeps KV that the device evicts in host memory, in files on its own disk, and in a folder that all replicas
+share. Its pool is too small for the KV of all questions, so some KV comes back from there. The library `obstore` is needed
+for the folder; without it, it is left out.
+
 The clients do not stop meanwhile. What was killed is replaced or restarts, and the next episode begins when all routers
 have all replicas, and hold nothing.
 
 Each attempt must come back exactly as without faults, or with one clear error: a connection that breaks, or a code and
-a message. The claims are that this holds, that no attempt hangs, that no text is wrong, and that routers that no fault
-hit return no error. The longest pause is a stream's longest wait for output, also for the first, that lasted at some time
-since the fault. With --json, each episode is saved when it ends, and the same command goes on from there after a stop. Mounts
-need a namespace of their own (`unshare`).
+a message. The claims are that this holds, that no attempt hangs, that no text is wrong, that routers that no fault hit
+return no error, and that idle replicas hold nothing in a tier that nobody needs. The longest pause is a stream's longest
+wait for output, also for the first, that lasted at some time since the fault. With --json, each episode is saved when it
+ends, and the same command goes on from there after a stop. Mounts need a namespace of their own (`unshare`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
@@ -54,6 +59,7 @@ from chaos_accounts import (
     ANSWER_SECONDS,
     BY_NAME,
     KINDS,
+    LEFT_IN_TIERS,
     QUICK,
     Attempt,
     Fault,
@@ -64,11 +70,14 @@ from chaos_accounts import (
     summary,
 )
 from fleet import Replica, Router, wait_for
-from harness import Row, exit_with, parser, progress, report, revision, save, table
+from harness import ROOT, Row, exit_with, parser, progress, report, revision, save, table
+
+sys.path.append(str(ROOT / "tests"))  # for the counts of what tiers hold, which tests use, too
 
 from medha.declared import DeclaredModel, to_text
 from medha_process.launch import CONTROLLER
 from medha_worker.checkpoints.presets import init_checkpoint
+from serving.tier_leaks import controller_of, held, remains_in_files, remains_in_store, status_of
 
 GRIDS = ((2, 1, 1), (1, 2, 1), (1, 1, 2))  # tensor, stream, kv
 ROUTERS = 3
@@ -77,7 +86,9 @@ MOST_ATTEMPTS = 12  # of a question
 BEGIN_SECONDS = 300.0  # until each router streams, and until further attempts have ended after a fault
 FIRST_TOKENS = 5  # of a stream on each router, before a fault
 LEFT_SECONDS = 30.0  # until nothing is held any more
-DISK_MEGABYTES = 16
+DISK_MEGABYTES = 64
+KV_BYTES = {"pool": "4608Ki", "host": "3Mi", "disk": "12Mi"}
+"""Sizes of the pool and the tiers of each rank: a replica has room for two of the longest questions, and little beside them."""
 LARGE_BODY_BYTES = 4096  # a few questions are longer, so that processes tokenise them
 SLOW_LATENCY_SECONDS, SLOW_BYTES_PER_SECOND = 0.2, 32_000.0
 JUMP_SECONDS = 3600
@@ -245,12 +256,26 @@ class Site:
         self.routers: list[Router] = []
         for _ in range(ROUTERS):
             self.routers.append(self._router())
+        self.store = folder / "store" if importlib.util.find_spec("obstore") else None
         self.replicas = []
         for number, grid in enumerate(GRIDS):
             name = f"replica{number}"
             self.replicas.append(
-                Replica(self._disk(name), grid, checkpoint, self.routers, self.clocks.environment(name))
+                Replica(
+                    self._disk(name),
+                    grid,
+                    checkpoint,
+                    self.routers,
+                    self.clocks.environment(name),
+                    spec={"kvCache": self._kv_cache()},
+                )
             )
+
+    def _kv_cache(self) -> Row:
+        tiers: Row = {"host": {"size": KV_BYTES["host"]}, "disk": {"size": KV_BYTES["disk"]}}
+        if self.store is not None:
+            tiers["store"] = {"url": f"file://{self.store}", "bandwidth": "1Gi"}
+        return {"size": KV_BYTES["pool"], "tiers": tiers}
 
     def _disk(self, name: str) -> Path:
         folder = self._folder / name
@@ -316,6 +341,45 @@ class Site:
         return sum(
             router.metric(name) for router in self.routers for name in (*names, "medha_replica_kv_used_ratio")
         )
+
+    def left_in_tiers(self) -> Row:
+        """Return what idle replicas have in their tiers although nobody needs it, by `LEFT_IN_TIERS`."""
+        found = dict.fromkeys(LEFT_IN_TIERS, 0)
+        for replica in self.replicas:
+            status = status_of(controller_of(replica.folder))
+            found["held_blocks"] += sum(held(status).values())
+            found["stray_in_files"] += sum(
+                remains_in_files(replica.folder / "run" / "kv-files", status).values()
+            )
+        if self.store is not None:
+            found["stray_objects"] = len(remains_in_store(self.store))
+        return found
+
+    def has_nothing_left(self) -> bool:
+        with suppress(FileNotFoundError):  # a file was deleted while it was counted
+            return not any(self.left_in_tiers().values())
+        return False
+
+    def delete_remains(self) -> None:
+        """Let a rank delete what killed ranks have left in the store, as a rank does with what is old when it starts."""
+        left = [] if self.store is None else [path for path in self.store.rglob("*#*") if path.is_file()]
+        for path in left:
+            os.utime(path, (0, 0))
+        if left:
+            self.replicas[0].signal(signal.SIGKILL, "rank-0.json")
+            wait_for(lambda: not any(path.exists() for path in left), "deletion", self.replicas[0].log)
+            self.settle()
+
+    def came_from_tiers(self) -> Row:
+        """Return the blocks that came from tiers, in the epochs of the replicas that go on now."""
+        found = {"fetched_blocks": 0, "read_blocks": 0}
+        for replica in self.replicas:
+            status = status_of(controller_of(replica.folder))
+            for lane in status["lanes"]:
+                found["fetched_blocks"] += lane["host_tier"]["fetched"]
+                found["read_blocks"] += lane["disk_tier"]["loaded"]
+            found["read_blocks"] += (status["store"] or {}).get("loaded", 0)
+        return found
 
     def moved(self) -> dict[str, float]:
         """Return how often each router that answers has submitted a sequence again."""
@@ -434,6 +498,10 @@ def run_episode(site: Site, plan: Plan, expected: Sequence[str], seed: int) -> R
     site.settle()
     with suppress(httpx.TransportError):
         row["left_over"] = int(not load.wait(lambda: not site.held(), LEFT_SECONDS))
+    row |= site.came_from_tiers()
+    site.delete_remains()
+    load.wait(site.has_nothing_left, LEFT_SECONDS)
+    row |= site.left_in_tiers()
     return row | {"load_average": round(os.getloadavg()[0], 1), "revision": revision()}
 
 
@@ -453,7 +521,7 @@ def earlier(target: Path | None, settings: Row) -> dict[str, Row]:
 
 HEAD = (
     "fault", "episodes", "sent", "exact", "error", "unclear", "wrong", "hang", "errors_elsewhere", "unanswered",
-    "left_over", "pause_seconds", "pause_elsewhere_seconds",
+    "left_over", *LEFT_IN_TIERS, "pause_seconds", "pause_elsewhere_seconds",
 )  # fmt: skip
 
 
@@ -481,13 +549,20 @@ def main() -> int:
         os.execvp(command[0], command)  # noqa: S606 - it needs no shell
     names = arguments.only or (QUICK if arguments.quick else list(BY_NAME))
     rounds, pairs = (1, 0) if arguments.quick else (arguments.rounds, arguments.pairs)
-    settings: Row = {"seed": arguments.seed, "grids": [list(grid) for grid in GRIDS], "clients": CLIENTS}
+    settings: Row = {
+        "seed": arguments.seed,
+        "grids": [list(grid) for grid in GRIDS],
+        "clients": CLIENTS,
+        "kv_bytes": KV_BYTES,
+    }
     episodes = earlier(arguments.json, settings)
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
         site = Site(Path(folder))
         notes = ["clocks jump by a preloaded library (wall_clock.c)"]
+        if site.store is None:
+            notes += ["no store: there is no obstore; pip install 'medha[worker]'"]
         if not site.clocks.exist:
-            notes = ["no clock jumps: there is no gcc; apt-get install gcc"]
+            notes = [*notes[1:], "no clock jumps: there is no gcc; apt-get install gcc"]
             names = [name for name in names if BY_NAME[name].action != "jump"]
         plans = schedule(arguments.seed, rounds, pairs, [kind for kind in KINDS if kind.name in names])
         try:
@@ -506,7 +581,11 @@ def main() -> int:
                     "rows": summary(episodes.values()),
                     "episodes": episodes,
                 }
-                save(claims(list(episodes.values())), arguments.json, figures)
+                save(
+                    claims(list(episodes.values()), are_many=not (arguments.quick or arguments.only)),
+                    arguments.json,
+                    figures,
+                )
         finally:
             site.close()
             if arguments.logs:
@@ -515,7 +594,12 @@ def main() -> int:
     rows = summary(episodes.values())
     table(HEAD, [[row[name] for name in HEAD] for row in rows])
     figures = {**settings, "notes": notes, "rows": rows, "episodes": episodes}
-    return report(claims(list(episodes.values())), arguments.json, figures, strict=True)
+    return report(
+        claims(list(episodes.values()), are_many=not (arguments.quick or arguments.only)),
+        arguments.json,
+        figures,
+        strict=True,
+    )
 
 
 def unmount(folder: Path) -> None:

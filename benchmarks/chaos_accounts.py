@@ -218,8 +218,15 @@ def account(
     return found | {"errors": errors}
 
 
-SUMMED = ("sent", *OUTCOMES, "errors_elsewhere", "unanswered", "left_over")
-LONGEST = ("pause_seconds", "pause_elsewhere_seconds")
+LEFT_IN_TIERS = ("held_blocks", "stray_in_files", "stray_objects")
+"""Blocks that idle replicas hold in tiers for somebody; files that are unfinished, uncounted blocks and files that only some
+ranks of a lane have; and what is in the store beside whole objects and the key of hashes."""
+SUMMED = (
+    "sent", *OUTCOMES, "errors_elsewhere", "unanswered", "left_over", *LEFT_IN_TIERS,
+)  # fmt: skip
+MOST = ("pause_seconds", "pause_elsewhere_seconds", "fetched_blocks", "read_blocks")
+"""Figures of which the largest one counts. Blocks that came from host tiers, and those that came from files or the store, are
+counted by the epochs that go on at the end of an episode."""
 
 
 def summary(episodes: Iterable[Mapping[str, Row]] | Iterable[Row]) -> list[Row]:
@@ -236,14 +243,18 @@ def summary(episodes: Iterable[Mapping[str, Row]] | Iterable[Row]) -> list[Row]:
 def _sum(name: str, rows: Sequence[Row]) -> Row:
     found: Row = {"fault": name, "episodes": len(rows)}
     found |= {column: sum(row[column] for row in rows) for column in SUMMED}
-    return found | {column: max((row[column] for row in rows), default=0.0) for column in LONGEST}
+    return found | {column: max((row[column] for row in rows), default=0.0) for column in MOST}
 
 
-def claims(episodes: Sequence[Row]) -> list[Row]:
-    """Return the claims over all episodes."""
+def claims(episodes: Sequence[Row], *, are_many: bool = True) -> list[Row]:
+    """Return the claims over all episodes; only if they `are_many`, KV must have come back from each tier."""
     found = summary(episodes)
     total = found[-1] if found else _sum("all", [])
     ended = total["exact"] + total["error"]
+    came = [
+        claim("blocks that came from host tiers", total["fetched_blocks"], "", 1, "more"),
+        claim("blocks that came from files or the store", total["read_blocks"], "", 1, "more"),
+    ]
     return [
         claim("attempts that are neither exact nor one clear error", total["sent"] - ended, "", 0),
         claim("attempts that hang", total["hang"], "", 0),
@@ -251,5 +262,9 @@ def claims(episodes: Sequence[Row]) -> list[Row]:
         claim("errors at routers that no fault hit", total["errors_elsewhere"], "", 0),
         claim("questions without an answer in the end", total["unanswered"], "", 0),
         claim("episodes after which KV or requests were held", total["left_over"], "", 0),
+        claim("blocks that idle replicas held in tiers", total["held_blocks"], "", 0),
+        claim("unfinished, uncounted or partial files in disk tiers", total["stray_in_files"], "", 0),
+        claim("unfinished objects in the store", total["stray_objects"], "", 0),
+        *(came if are_many else ()),
         claim("exact answers", total["exact"], "", 1, "more"),
     ]

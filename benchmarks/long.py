@@ -73,6 +73,7 @@ ANYTHING = (
 )  # fmt: skip
 HELPERS = {
     r"(from|import) (campaign|chart|cluster)\b": ("tests/cluster",),
+    r"(from|import) serving\.tier_leaks\b": ("tests/serving/tier_leaks.py",),
     r"\bdashboard_plot\b": ("dashboards", "tests/dashboard_plot.py"),
     r"\bfaulty_proxy\b": ("tests/faulty_proxy.py",),
     r"\bheld_points\b": ("tests/held_points.py", "tests/held_writes.c"),
