@@ -87,8 +87,8 @@ BEGIN_SECONDS = 300.0  # until each router streams, and until further attempts h
 FIRST_TOKENS = 5  # of a stream on each router, before a fault
 LEFT_SECONDS = 30.0  # until nothing is held any more
 DISK_MEGABYTES = 64
-KV_BYTES = {"pool": "6Mi", "host": "4Mi", "disk": "12Mi"}
-"""Sizes of the pool and the tiers of each rank; a replica's pool holds two of the longest questions."""
+KV_BYTES = {"pool": "4608Ki", "host": "3Mi", "disk": "12Mi"}
+"""Sizes of the pool and the tiers of each rank: a replica has room for two of the longest questions, and little beside them."""
 LARGE_BODY_BYTES = 4096  # a few questions are longer, so that processes tokenise them
 SLOW_LATENCY_SECONDS, SLOW_BYTES_PER_SECOND = 0.2, 32_000.0
 JUMP_SECONDS = 3600

@@ -33,10 +33,12 @@ class HeldPoints:
         self._folder, self._points = folder, points
         self.environment = {"HELD_POINTS": str(folder), **environment}
 
-    def hold(self, point: str) -> None:
-        """Let each process wait that comes to a point from now on."""
+    def hold(self, point: str, process_id: int | None = None) -> None:
+        """Let each process wait that comes to a point from now on, or this one only, if its processes say which they are."""
         assert point in self._points
-        (self._folder / point).touch()
+        told = self._folder / f"{point}.told"
+        told.write_text("" if process_id is None else str(process_id))
+        told.rename(self._folder / point)
 
     def is_held(self, point: str) -> bool:
         """Return whether a process has come to a point that is held."""

@@ -130,13 +130,13 @@ class Site:
     def kill_at(
         self, points: HeldPoints, point: str, part: str = "medha_worker.rank", number: int = 0
     ) -> None:
-        """Ask until rank `number` waits at a point, kill it or another part there, and let the others go on.
+        """Ask until rank `number` waits at a point, and kill it or another part there. Other ranks pass the point.
 
         Requests are under way then, which must come back as all others do.
         """
         rank, has_come = self.process_id("medha_worker.rank", number), Event()
         self.reference.text(self.body(50))
-        points.hold(point)
+        points.hold(point, rank)
         with ThreadPoolExecutor(2) as pool:
             asked = pool.submit(self.ask_until, f"the point {point}", has_come.is_set)
             try:

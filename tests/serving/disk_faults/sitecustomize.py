@@ -4,7 +4,8 @@ The file is named by TEST_SLOW_DISK. Each read or write that waits appends its n
 `.in` before it does, so that a test knows when one is under way. Without the file the disk is as fast as it is.
 
 With HELD_POINTS, writes, reads and copies also wait at the points of `held_points.py`, while that folder has a file of such a
-name. Each process that waits appends its number to the file of the same name with the suffix `.in`.
+name; with a number in the file, only the process of this number waits. Each process that waits appends its number to the file of
+the same name with the suffix `.in`.
 """
 
 from __future__ import annotations
@@ -41,10 +42,18 @@ def slow_files(module: Any) -> None:
     module.FileRead._read_first = slowed("read", module.FileRead._read_first)
 
 
+def is_held(file: Path) -> bool:
+    """Return whether this process has to wait at a point, which the file is named for."""
+    try:
+        return file.read_text() in ("", str(os.getpid()))
+    except FileNotFoundError:
+        return False
+
+
 def hold(point: str) -> None:
     """Wait at a point for as long as it is held."""
     file = Path(os.environ["HELD_POINTS"]) / point
-    if file.exists():
+    if is_held(file):
         with file.with_suffix(".in").open("a") as told:
             told.write(f"{os.getpid()}\n")
         while file.exists():
@@ -100,13 +109,15 @@ def hold_host_blocks(module: Any) -> None:
         half = (len(rows) + 1) // 2
         put_rows(self, slot, rows[:half])
         hold("put")
-        put_rows(self, slot + half, rows[half:])
+        if len(rows) > half:
+            put_rows(self, slot + half, rows[half:])
 
     def held_copy(self: Any, there: Any, here: Any, *, is_fetch: bool) -> None:
         half = (len(there) + 1) // 2
         copy(self, there[:half], here[:half], is_fetch=is_fetch)
         hold("fetch" if is_fetch else "offload")
-        copy(self, there[half:], here[half:], is_fetch=is_fetch)
+        if len(there) > half:
+            copy(self, there[half:], here[half:], is_fetch=is_fetch)
 
     module.HostBlocks.put_rows, module.HostBlocks._copy = held_put_rows, held_copy
 
