@@ -63,8 +63,8 @@ TRANSFORMER, GRAPHS, EXPERTS, QUANTISED, WRITER, NCCL = (
 STEP_DEFECTS = tuple(
     StepDefect(*fields)
     for fields in (
-        ("A step reads a number from the device", TRANSFORMER, "        self._in_flight.keep(step)\n",
-         "        self._in_flight.keep(step)\n        hidden.sum().item()\n", WATCHED),
+        ("A step reads a number from the device", TRANSFORMER, "        leaving = self._leaving(entering, hidden)\n",
+         "        leaving = self._leaving(entering, hidden)\n        hidden.sum().item()\n", WATCHED),
         ("An index into the pool stays in host memory", WRITER, "_Scatter(self._device.place(torch.from_numpy(slots)))",
          "_Scatter(torch.from_numpy(slots))", WATCHED),
         ("Positions stay in host memory", TRANSFORMER, "self._rotations(self.device.place(positions))",
