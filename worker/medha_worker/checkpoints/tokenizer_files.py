@@ -249,10 +249,15 @@ _REBUILT: Mapping[str, Callable[[dict[str, Any], Mapping[str, Any]], Tokenizer]]
 """Classes, without `Fast`, that take vocabulary, merges and post-processor, and rebuild the rest."""
 
 _END_OF_TEXT = "<|endoftext|>"
-_NAMED_BY_CLASS: Mapping[str, Mapping[str, str]] = {
+_NAMED_BY_CLASS: Mapping[str, Mapping[str, str | None]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "Qwen2Tokenizer": {"unk_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT},
-    "GPT2Tokenizer": {"unk_token": _END_OF_TEXT, "bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT},
+    "GPT2Tokenizer": {
+        "unk_token": _END_OF_TEXT,
+        "bos_token": _END_OF_TEXT,
+        "eos_token": _END_OF_TEXT,
+        "pad_token": None,
+    },
     "GemmaTokenizer": {
         "unk_token": "<unk>",
         "bos_token": "<bos>",
@@ -261,14 +266,17 @@ _NAMED_BY_CLASS: Mapping[str, Mapping[str, str]] = {
         "mask_token": "<mask>",
     },
 }
-"""Default special tokens of a class, for those that the files do not name."""
+"""Default special tokens of a class, for those that the files do not name.
+
+None: the class has no such token, even if the padding of tokenizer.json names one.
+"""
 
 
 # --- tokens of the other files ------------------------------------------------------------------------
 
 
 def _add_tokens(
-    tokenizer: Tokenizer, files: _Checkpoint, of_class: Mapping[str, str], *, special_again: bool
+    tokenizer: Tokenizer, files: _Checkpoint, of_class: Mapping[str, str | None], *, special_again: bool
 ) -> dict[str, str]:
     """Add to `tokenizer` what `transformers` adds, in its order; return the special tokens' texts by name.
 
@@ -310,7 +318,7 @@ def _add_tokens(
 
 
 def _tokens_of_files(
-    files: _Checkpoint, of_class: Mapping[str, str]
+    files: _Checkpoint, of_class: Mapping[str, str | None]
 ) -> tuple[dict[int, AddedToken], dict[str, _Token], list[_Token]]:
     """Return the tokens that the files add, each kind in the order that gives ids.
 
