@@ -34,11 +34,11 @@ class HeldPoints:
         self.environment = {"HELD_POINTS": str(folder), **environment}
 
     def hold(self, point: str, process_id: int | None = None) -> None:
-        """Let each process wait that comes to a point from now on, or this one only, if its processes say which they are."""
+        """Let each process wait that comes to a point from now on; with `process_id`, only that one (not with `held_writes`)."""
         assert point in self._points
-        told = self._folder / f"{point}.told"
-        told.write_text("" if process_id is None else str(process_id))
-        told.rename(self._folder / point)
+        prepared = self._folder / f"{point}.prepared"
+        prepared.write_text("" if process_id is None else str(process_id))
+        prepared.rename(self._folder / point)  # so that no process finds it half written
 
     def is_held(self, point: str) -> bool:
         """Return whether a process has come to a point that is held."""

@@ -313,10 +313,10 @@ LAID_DOWN = {
     "another space, always in front": Made("metaspace never"),
     "Unigram": Made("unigram"),
     "a pad token of the padding alone": Made("with padding"),
-    "a pad token of the padding alone, of a class without one": Made(
+    "a pad token of the padding alone, for a class that has none": Made(
         "with padding", config={"tokenizer_class": "GPT2Tokenizer"}
     ),
-    "a pad token of the padding and of a file, of a class without one": Made(
+    "a pad token of the padding and of a file, for a class that has none": Made(
         "with padding", config={"tokenizer_class": "GPT2Tokenizer", "pad_token": "[PAD]"}
     ),
     "a pad token beside the padding's": Made("with padding", config={"pad_token": "<x>"}),
