@@ -67,6 +67,12 @@ READ = {
     "tests/worker": ("core", "worker"),
 }  # fmt: skip
 """The further files that the rows of a folder read, as git's pathspecs; rows of other folders may read `ANYTHING`."""
+FEW_READ = {
+    "worker/medha_worker/checkpoints/tokenizer_files.py": (
+        r"tokenizer|[Gg]rammar|draft_config|[Bb]undle|measured_kv|RankProcess|medha_worker\.(controller|rank)\.process"
+    ),
+}
+"""Files of the worker of which only those rows of its tests run code whose tests and helpers match a pattern."""
 ANYTHING = (
     "charts", "cli", "core", "crds", "dashboards", "docs/chart-findings.md",
     "examples", "operator", "papers", "release", "router", "sim", "worker",
@@ -296,6 +302,12 @@ def read_by(test: str) -> list[str]:
         if any(re.search(pattern, text) for text in texts)
         for path in paths
     ]
+    if folder == "tests/worker":
+        others += [
+            f":(exclude){path}"
+            for path, pattern in FEW_READ.items()
+            if not any(re.search(pattern, text) for text in texts)
+        ]
     named = [f"benchmarks/{path.name}" for path in sorted(benchmarks)]
     return [*SHARED, folder, *others, *named, *helpers, *READ.get(folder, ANYTHING)]
 

@@ -70,8 +70,13 @@ class Bundle:
         self.longest_token_bytes = max(map(len, self.token_bytes.values()))
         added = self._tokenizer.get_added_tokens_decoder()
         self.grammar_check = grammar_check or GrammarCheck()
-        self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self._special_by_text = {token.content: number for number, token in added.items() if token.special}
+        # As the library's decoder does, compare the text in the vocabulary: a normalizer may have changed it.
+        self.special_ids = frozenset(
+            number
+            for number in self._special_by_text.values()
+            if self._tokenizer.id_to_token(number) in self._special_by_text
+        )
         self._client_text = ClientText(self._special_by_text) if self.channel_marks else None
         self._whole_tokens = WholeTokens.of(self._tokenizer, self.token_bytes)
         self._around = None if self._whole_tokens is None else _around(self._tokenizer)

@@ -76,6 +76,35 @@ def test_tests_of_a_folder_that_reads_few_parts_name_no_other(folder: str) -> No
     assert named <= {path.partition("/")[0] for path in LONG["read_by"](folder)}
 
 
+TOKENIZERS = "worker/medha_worker/checkpoints/tokenizer_files.py"
+
+
+@pytest.mark.parametrize(
+    ("test", "reads"),
+    [
+        ("tests/worker/controller/test_router_gone.py::test", True),
+        ("tests/worker/rank/test_grammar_masks.py::test", True),
+        ("tests/worker/rank/test_rank.py::test", True),
+        ("tests/worker/replicas/test_exactness.py::test", False),
+        ("tests/worker", True),
+        ("tests/serving/test_recovery.py::test", True),
+    ],
+)
+def test_a_row_of_the_worker_reads_what_few_of_its_tests_run_only_if_it_may_run_it(
+    test: str, reads: bool
+) -> None:
+    assert (TOKENIZERS in files_read_by(test)) == reads
+
+
+def test_tokenizers_are_read_where_the_pattern_of_their_rows_expects_it() -> None:
+    """A further caller may need a further word in `FEW_READ`."""
+    imported = "from medha_worker.checkpoints.tokenizer_files import"
+    callers = {path.stem for path in (ROOT / "worker").rglob("*.py") if imported in path.read_text()}
+    assert callers == {
+        "draft_checkpoint", "fetch_model", "grammar_masks", "measured_kv_scales", "read_bundle",
+    }  # fmt: skip
+
+
 def test_of_the_papers_study_the_cores_tests_read_one_module_that_stands_on_the_core_alone() -> None:
     texts = [path.read_text() for path in (ROOT / "tests" / "core").rglob("*.py")]
     assert {name for text in texts for name in re.findall(r"\bmedha_papers[.\w]*", text)} == {

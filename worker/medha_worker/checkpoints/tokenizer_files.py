@@ -94,7 +94,8 @@ def whole_tokenizer(directory: Path) -> dict[str, bytes]:
         post_processor = tokenizer.post_processor
         bpe = _bpe(files, name)
         with _faults_named(files):
-            tokenizer = rebuild(bpe, files.config)
+            tokenizer = rebuild(bpe, {**files.config, **_special_map(files)})
+        _require_unknown_token(files, tokenizer, bpe["vocab"])
         tokenizer.post_processor = post_processor
     names = _add_tokens(
         tokenizer, files, _NAMED_BY_CLASS.get(name, {}), special_again=name == "Qwen2Tokenizer"
@@ -154,6 +155,11 @@ def _class_name(files: _Checkpoint) -> str:
     return name
 
 
+def _special_map(files: _Checkpoint) -> Mapping[str, Any]:
+    """Return the fields of special_tokens_map.json, which `transformers` reads without an added_tokens_decoder only."""
+    return {} if "added_tokens_decoder" in files.config else files.special_map or {}
+
+
 def _require_known_form(files: _Checkpoint) -> None:
     config = files.config
     code = config.get("auto_map")
@@ -175,8 +181,9 @@ def _require_known_form(files: _Checkpoint) -> None:
             _CONFIG,
             "split_special_tokens is set: special tokens would be read as ordinary text; remove the field",
         )
-    if unknown := config.get("unk_token"):
-        _token(files, _CONFIG, "unk_token", unknown)
+    for file, fields in ((_CONFIG, config), (_SPECIAL_MAP, _special_map(files))):
+        if unknown := fields.get("unk_token"):
+            _token(files, file, "unk_token", unknown)
     is_bpe = files.tokenizer["model"].get("type") == "BPE"
     if config.get("clean_up_tokenization_spaces") and (not is_bpe or config.get(_CLEANS_UP_BPE)):
         raise files.error(
@@ -197,6 +204,22 @@ def _bpe(files: _Checkpoint, name: str) -> dict[str, Any]:
         raise files.unknown_form(_TOKENIZER, f"{wrong}, but tokenizer_class {name!r} reads BPE")
     merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
     return {"vocab": model["vocab"], "merges": merges}
+
+
+def _require_unknown_token(files: _Checkpoint, tokenizer: Tokenizer, vocabulary: Mapping[str, int]) -> None:
+    """Require that the vocabulary has the token for unknown text, or all bytes, so that no text is unknown."""
+    unknown = tokenizer.model.unk_token
+    if (
+        unknown is None
+        or unknown in vocabulary
+        or all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    ):
+        return
+    raise files.error(
+        _TOKENIZER,
+        f"model.vocab has no unk_token {unknown!r:.80}, so unknown text cannot be encoded; add the token, or correct "
+        f"unk_token in {_CONFIG} or {_SPECIAL_MAP}",
+    )
 
 
 def _llama(bpe: dict[str, Any], config: Mapping[str, Any]) -> Tokenizer:
@@ -230,8 +253,8 @@ def _gpt2(bpe: dict[str, Any], config: Mapping[str, Any]) -> Tokenizer:
 
 
 def _gemma(bpe: dict[str, Any], config: Mapping[str, Any]) -> Tokenizer:
-    unknown = config.get("unk_token") or "<unk>"
-    text = unknown["content"] if isinstance(unknown, dict) else unknown
+    unknown = config.get("unk_token", "<unk>")
+    text = unknown["content"] if isinstance(unknown, dict) else str(unknown)
     tokenizer = Tokenizer(models.BPE(**bpe, unk_token=text, fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous", invert=False)
@@ -353,7 +376,7 @@ def _tokens_of_files(
         for number, entry in given.items():
             declared[int(number)] = _added_token(files, _CONFIG, f"added_tokens_decoder.{number}", entry)
     else:  # the older files count only in this case
-        for name, value in (files.special_map or {}).items():
+        for name, value in _special_map(files).items():
             if isinstance(value, dict) and name != "extra_special_tokens":
                 fields[name] = _added_token(files, _SPECIAL_MAP, name, {**value, "special": True})
             elif isinstance(value, list) and name == "extra_special_tokens":
