@@ -67,12 +67,15 @@ READ = {
     "tests/worker": ("core", "worker"),
 }  # fmt: skip
 """The further files that the rows of a folder read, as git's pathspecs; rows of other folders may read `ANYTHING`."""
-FEW_READ = {
+RUN_BY_FEW = {
     "worker/medha_worker/checkpoints/tokenizer_files.py": (
         r"tokenizer|[Gg]rammar|draft_config|[Bb]undle|measured_kv|RankProcess|medha_worker\.(controller|rank)\.process"
     ),
 }
-"""Files of the worker of which only those rows of its tests run code whose tests and helpers match a pattern."""
+"""Files of the worker that only some rows of tests/worker run, with a pattern.
+
+A row depends on such a file if its tests or their helpers match the pattern.
+"""
 ANYTHING = (
     "charts", "cli", "core", "crds", "dashboards", "docs/chart-findings.md",
     "examples", "operator", "papers", "release", "router", "sim", "worker",
@@ -305,7 +308,7 @@ def read_by(test: str) -> list[str]:
     if folder == "tests/worker":
         others += [
             f":(exclude){path}"
-            for path, pattern in FEW_READ.items()
+            for path, pattern in RUN_BY_FEW.items()
             if not any(re.search(pattern, text) for text in texts)
         ]
     named = [f"benchmarks/{path.name}" for path in sorted(benchmarks)]

@@ -90,14 +90,14 @@ TOKENIZERS = "worker/medha_worker/checkpoints/tokenizer_files.py"
         ("tests/serving/test_recovery.py::test", True),
     ],
 )
-def test_a_row_of_the_worker_reads_what_few_of_its_tests_run_only_if_it_may_run_it(
+def test_a_row_of_the_worker_depends_on_tokenizer_files_only_if_its_tests_may_run_them(
     test: str, reads: bool
 ) -> None:
     assert (TOKENIZERS in files_read_by(test)) == reads
 
 
 def test_tokenizers_are_read_where_the_pattern_of_their_rows_expects_it() -> None:
-    """A further caller may need a further word in `FEW_READ`."""
+    """A further caller may need a further word in `RUN_BY_FEW`."""
     imported = "from medha_worker.checkpoints.tokenizer_files import"
     callers = {path.stem for path in (ROOT / "worker").rglob("*.py") if imported in path.read_text()}
     assert callers == {

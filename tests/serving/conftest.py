@@ -30,7 +30,7 @@ MODEL = "tiny"
 
 
 def free_port() -> int:
-    """Return a free port below those that systems give to connections, so that none takes it before it is bound."""
+    """Return a free port below the ephemeral ports, so that no connection takes it before the server binds it."""
     while True:
         port = random.randrange(20_000, 32_768)
         with socket.socket() as probe, suppress(OSError):

@@ -156,7 +156,7 @@ def _class_name(files: _Checkpoint) -> str:
 
 
 def _special_map(files: _Checkpoint) -> Mapping[str, Any]:
-    """Return the fields of special_tokens_map.json, which `transformers` reads without an added_tokens_decoder only."""
+    """Return the fields of special_tokens_map.json; `transformers` ignores it if there is an added_tokens_decoder."""
     return {} if "added_tokens_decoder" in files.config else files.special_map or {}
 
 
