@@ -8,6 +8,7 @@ KV crosses real sockets; only the router between them is played.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -52,7 +53,7 @@ from .tier_lives import (
     random_queries,
 )
 
-pytestmark = pytest.mark.timeout(400)  # an example may take seconds where other tests run beside it
+pytestmark = pytest.mark.timeout(900)  # an example may take seconds where other tests run beside it
 
 TAKER = "second"
 POOL_BLOCKS = 60
@@ -229,8 +230,9 @@ def test_texts_are_those_of_the_reference_while_replicas_hand_kv_over(
             readers = peers_of(taken, reports, pair.tickets, places)
             check_on_ranks(ranks, taker, reference, tiers, tmp_path, steps_ahead=steps_ahead, peers=readers)
         finally:
-            for one in (*served.values(), *taken.values()):
-                one.close()
+            opened = [*served.values(), *taken.values()]
+            with ThreadPoolExecutor(len(opened) or 1) as pool:  # each waits until its thread has ended
+                list(pool.map(PeerBlocks.close, opened))
         assert not [one for one in reports if one.not_loaded], reports
         counts = taker.controller.pools.peer_counts
         assert counts.failed_loads == 0
