@@ -43,7 +43,7 @@ from .tier_lives import (
 )
 
 pytest.importorskip("obstore")
-pytestmark = pytest.mark.timeout(400)  # an example may take seconds where other tests run beside it
+pytestmark = pytest.mark.timeout(1800)  # an example may take seconds where other tests run beside it
 
 SHAPES = [
     pytest.param(((1, 1, 1), "llama", 6), id="one rank"),
@@ -141,7 +141,7 @@ def test_texts_are_those_of_the_reference_under_random_schedules_and_tiers(
             long_threshold_tokens=60,
             tokens_per_lane=24 if lanes > 1 else MODEL_TOKENS,
             context_parallel=ContextParallel("striped", RingCosts(8, 2))
-            if is_striped and lanes > 1
+            if is_striped and lanes > 1 and not streamed_blocks  # a replica's spec refuses both together
             else None,
             host_tier=HostTierFigures(host_blocks // lanes, 1, fetch_seconds, 1e-7),
             disk_tier=DiskTierFigures(disk_blocks // lanes, 1e-6, 1e-7) if disk_blocks else None,
