@@ -96,7 +96,7 @@ LABEL org.opencontainers.image.title="medha-router" \
       org.opencontainers.image.description="OpenAI-compatible router for Medha, long-context LLM serving"
 COPY --from=router-packages /opt/medha /opt/medha
 COPY --from=application /application /
-EXPOSE 8000 5700 5701
+EXPOSE 8000 5700 5701 9403
 ENTRYPOINT ["python", "-m", "medha_router"]
 CMD ["--settings", "/etc/medha/router.json"]
 
