@@ -68,6 +68,8 @@ tests: $(STAMP)
 
 .PHONY: test-long
 test-long: $(STAMP) ## what does not fit CI: long tests and seeded campaigns; resumes where it was stopped
+	@# Tests have no time to build these; if they cannot be built, the tests that need them say why.
+	-@$(MAKE) --no-print-directory binaries-early images-early
 	@$(BIN)/python benchmarks/long.py --jobs 2
 
 # A machine with a GPU needs no environment of ours, only torch and `transformers`: FlashInfer travels as wheels.
