@@ -68,7 +68,7 @@ tests: $(STAMP)
 
 .PHONY: test-long
 test-long: $(STAMP) ## what does not fit CI: long tests and seeded campaigns; resumes where it was stopped
-	@# Tests have no time to build these; if they cannot be built, the tests that need them say why.
+	@# Within the time limit of a test, Kubernetes cannot be compiled. If this fails, the tests that need it say why.
 	-@$(MAKE) --no-print-directory binaries-early images-early
 	@$(BIN)/python benchmarks/long.py --jobs 2
 
